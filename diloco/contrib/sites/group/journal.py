@@ -149,11 +149,14 @@ class Journal:
 
   def write_lines(self) -> None:
     """Writes rounds.jsonl, so that people can check a run."""
-    lines = headers_in((self._storage.get(LINES) or b"").splitlines()) | self.headers
-    if lines.keys() != {*range(self.closed)}:  # Somebody has changed it.
-      lines = history(self._storage) | self.headers
-    text = b"".join(line_of(lines[r]) for r in sorted(lines))
-    self._storage.put(LINES, text)
+    lines = (self._storage.get(LINES) or b"").splitlines(keepends=True)
+    is_whole = lambda r: headers_in([lines[r]]).keys() == {r}
+    kept = next((r for r in range(len(lines)) if not is_whole(r)), len(lines))
+    headers = self.headers
+    if kept < min(headers, default=self.closed):  # Somebody has changed it.
+      headers = history(self._storage) | headers
+    new = [line_of(headers[r]) for r in sorted(headers) if r >= kept]
+    self._storage.put(LINES, b"".join([*lines[:kept], *new]))
 
   def forget(self, first: int) -> None:
     """Takes over that the rounds below a number may be deleted."""
