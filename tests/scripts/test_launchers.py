@@ -1,9 +1,11 @@
-"""The launchers, on stand-ins of gcloud that run on this machine what a host would."""
+"""The launchers, with stand-ins of gcloud and Slurm that run on this machine."""
 
+import contextlib
 import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -49,27 +51,81 @@ case "$*" in
   *) echo "python3 $*" >&2; exit 9 ;;
 esac
 """
+# sbatch runs the job, and again as long as the job puts itself back into the queue.
+SBATCH = """
+export SLURM_JOB_ID=7
+while bash "${@:2}"; do
+  rm "$STAND_IN_CLOUD/requeue" 2>/dev/null || exit 0
+done
+exit 1
+"""
+# srun starts two tasks, and ends with the worst of their exit statuses.
+SRUN = """
+export SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_STEP_NUM_NODES=2
+status=0
+for task in 0 1; do
+  SLURM_PROCID=$task SLURM_LOCALID=0 "${@:2}" &
+  echo $! >> "$STAND_IN_CLOUD/tasks"
+done
+for task in $(jobs -p); do wait $task || status=$?; done
+exit $status
+"""
+SCONTROL = """
+test "$*" = "requeue 7" && touch "$STAND_IN_CLOUD/requeue"
+"""
+# A machine reached by ssh is a folder, too; its python3 makes an env that has diloco.
+SSH = """
+cd "$STAND_IN_CLOUD" && HOME=$PWD exec bash -c "$2"
+"""
+SCP = """
+cp $1 "$STAND_IN_CLOUD"
+"""
+RSYNC = """
+cp -r "$STAND_IN_CLOUD/${2#*:}" "$3"
+"""
+VENV = """
+test "$*" = "-m venv env" && mkdir -p env/bin
+echo 'exec "$STAND_IN_PYTHON" "$@"' > env/bin/python
+echo 'test -f "$3"' > env/bin/pip
+chmod +x env/bin/*
+"""
+# Waits for a file of the machine, or with two arguments for the end of a process.
+AWAIT = """
+cd "$STAND_IN_CLOUD"
+for _ in {1..9000}; do
+  if [ "$2" ]; then kill -0 $(cat "$2") || exit 0; else [ -s "$1" ] && exit 0; fi
+  sleep 0.1
+done
+"""
+
+
+def environment(tmp_path, **tools: str) -> dict[str, str]:
+  """Returns variables of programs that find these tools before all others.
+
+  Args:
+    tools: {name: text of a script for bash, or for Python if it imports}.
+  """
+  (folder := tmp_path / "tools").mkdir()
+  (hosts := tmp_path / "hosts").mkdir()
+  for name, text in tools.items():
+    head = sys.executable if "import" in text else "/bin/bash"
+    (folder / name).write_text(f"#!{head}{text}")
+    (folder / name).chmod(0o755)
+  return {
+    **os.environ,
+    "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    "STAND_IN_CLOUD": str(hosts),
+    "STAND_IN_PYTHON": sys.executable,
+    "JAX_COORDINATOR_PORT": str(free_port()),
+    "JAX_PLATFORMS": "cpu",
+  }
 
 
 @pytest.fixture
 def cloud(tmp_path):
   """A folder of hosts, and a function that runs a launcher there."""
-  tools, hosts = tmp_path / "tools", tmp_path / "hosts"
-  tools.mkdir()
-  hosts.mkdir()
-  for name, head, text in (
-    ("gcloud", f"#!{sys.executable}", GCLOUD),
-    ("python3", "#!/bin/bash", PYTHON3),
-  ):
-    (tools / name).write_text(head + text)
-    (tools / name).chmod(0o755)
-  env = {
-    **os.environ,
-    "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-    "STAND_IN_CLOUD": str(hosts),
-    "STAND_IN_PYTHON": sys.executable,
-    "JAX_COORDINATOR_PORT": str(free_port()),
-    "JAX_PLATFORMS": "cpu",
+  env = environment(tmp_path, gcloud=GCLOUD, python3=PYTHON3) | {
     **{"NAME": "pod", "ZONE": "z", "PROJECT": "p", "SLICES": "2"},
   }
 
@@ -79,7 +135,7 @@ def cloud(tmp_path):
       command, env=env, capture_output=True, text=True, check=False, timeout=900
     )
 
-  yield hosts, launch
+  yield tmp_path / "hosts", launch
   launch("stop")
 
 
@@ -122,6 +178,58 @@ def test_two_slices_of_two_hosts_train_one_run(cloud, tmp_path):
   assert json.loads((workdir / "summary.json").read_text())["steps"] == 300
   steps = [record["step"] for record in metrics.read(workdir, "step")]
   assert steps == list(range(1, 301))
+
+
+@pytest.mark.integration("starts, stops and continues two processes")
+def test_a_slurm_job_goes_back_into_the_queue_until_the_run_is_done(tmp_path):
+  env = environment(tmp_path, sbatch=SBATCH, srun=SRUN, scontrol=SCONTROL)
+  hosts, workdir = tmp_path / "hosts", tmp_path / "run"
+  command = ["sbatch", "--nodes=2", LAUNCHERS / "slurm.sh", f"--workdir={workdir}"]
+  command += ["--config=tests/process_config.py", "--config.train.steps=300"]
+  said = tmp_path / "said.txt"
+  with said.open("w") as out:
+    job = subprocess.Popen(command, env=env, cwd=ROOT, stdout=out, stderr=out)
+  path = workdir / metrics.FILE
+  trains = lambda: path.is_file() and metrics.read(workdir, "step")
+  tasks = lambda: map(int, (hosts / "tasks").read_text().split())
+  try:
+    await_that(lambda: trains() or job.poll() is not None)
+    for task in tasks():  # The time limit is near.
+      os.kill(task, signal.SIGTERM)
+    assert job.wait(timeout=900) == 0, said.read_text()
+  finally:
+    if job.poll() is None:
+      job.kill()
+      for task in tasks():
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(task, signal.SIGKILL)
+  assert len([*tasks()]) == 4
+  assert "Going on from the checkpoint of step" in said.read_text()
+  steps = [record["step"] for record in metrics.read(workdir, "step")]
+  assert steps == list(range(1, 301))
+  assert (workdir / "summary.json").is_file()
+
+
+@pytest.mark.integration("starts and stops a process")
+def test_the_recipe_for_a_machine_reached_by_ssh(tmp_path):
+  page = (ROOT / "docs" / "cloud.md").read_text()
+  recipe = page.partition("## A machine reached by ssh")[2].split("```")[1]
+  look, stop, fetch = "ssh $HOST 'tail", "ssh $HOST 'kill", "rsync -a"
+  for line, first in (
+    (look, "await runs/sample/metrics.jsonl"),
+    (fetch, "await ended sample.pid"),
+  ):
+    assert recipe.count(line) == recipe.count(stop) == 1
+    recipe = recipe.replace(line, f"{first}\n{line}")
+  tools = {"ssh": SSH, "scp": SCP, "rsync": RSYNC, "python3": VENV, "await": AWAIT}
+  (tmp_path / "diloco-0.1.0-py3-none-any.whl").touch()
+  run = ["bash", "-e", "-c", recipe.removeprefix("sh")]
+  env = environment(tmp_path, **tools)
+  found = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
+  assert found.returncode == 0, found.stderr
+  [saved] = (tmp_path / "sample" / "checkpoints").glob("[0-9]*")
+  log = (tmp_path / "hosts" / "sample.log").read_text()
+  assert f"saved step {saved.name}" in log
 
 
 def test_setup_packs_a_clone_and_says_what_is_none(cloud, tmp_path):
