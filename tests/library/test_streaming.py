@@ -1,5 +1,6 @@
 """The library: Streaming DiLoCo for any pytree, against NumPy and the trainer."""
 
+import dataclasses
 import itertools
 import os
 import pathlib
@@ -338,6 +339,16 @@ def test_mistakes_are_named():
   ):
     with pytest.raises(diloco.ConfigError, match=message):
       diloco.replicate(params, replicas)
+  for sizes, message in (((0,), "replicas is 0"), ((2, 1.5), "mesh.fsdp is 1.5")):
+    with pytest.raises(diloco.ConfigError, match=message):
+      diloco.replica_mesh(*sizes)
+
+
+def test_a_wire_without_a_format_sends_e3m0():
+  params_M = diloco.replicate(tree(), M)
+  for wire in (diloco.WireConfig(), diloco.WireConfig("topk")):
+    method = diloco.streaming(params_M, sync_every=6, wire=wire)
+    assert method.plan.wire == dataclasses.replace(wire, format="e3m0")
 
 
 def test_numbers_may_be_of_any_kind():
