@@ -171,6 +171,16 @@ def check_profile(c: Config) -> None:
     )
 
 
+def check_tokens(c: Config, given: Mapping[str, Any]) -> None:
+  """Refuses tokens that are not those of the steps, if both were given."""
+  steps, tokens = given.get("train.steps"), given.get("train.tokens")
+  if steps and tokens and tokens // c.tokens_per_step != steps:
+    raise ConfigError(
+      f"train.tokens is {tokens:,.0f}, but train.steps is {steps:g}, which decides; set"
+      " train.steps=0 to train on these tokens, or leave train.tokens out."
+    )
+
+
 def check_all_synced(c: Config) -> None:
   """Refuses a run so short that some outer parameters would stay untrained."""
   if 0 in c.num_syncs():

@@ -62,9 +62,11 @@ _BUILT_IN = {"quantize", "topk", "random", "dare"}
 def check_effects(
   c: Config, values: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-  """Refuses fields that other fields leave without effect; data_parallel ignores them.
+  """Refuses fields that other fields leave without effect.
 
-  Not for saved configs: a run that had such a field can still be read.
+  data_parallel ignores the fields of DiLoCo, and diloco those of streaming, so that one
+  file serves a run and its baselines. Not for saved configs: a run that had such a
+  field can still be read.
 
   Args:
     values: the fields of `c` by name.
@@ -73,15 +75,9 @@ def check_effects(
   Raises:
     ConfigError: such a field is not at its default.
   """
-  if not c.make_fragments():
-    return
-  effects = {
-    "wire.rounding": (
-      c.wire.format == "fp32" and sizes.coder(c.wire.compressor) in _BUILT_IN,
-      "wire.format is fp32, whose values are not rounded",
-    ),
-  }
-  groups = (effects, *(extension.effects(c) for extension in c.extensions))
+  groups = [_effects(c)]
+  if c.make_fragments():
+    groups += [_effects_on_syncs(c), *(x.effects(c) for x in c.extensions)]
   for field, (useless, reason) in (item for own in groups for item in own.items()):
     value, default = values[field], defaults[field]
     if useless and value != default:
@@ -89,3 +85,46 @@ def check_effects(
         f"{field} is {value}, but {reason}; change that, or set"
         f" {field}={str(default).lower()}."
       )
+
+
+def _effects(c: Config) -> dict[str, tuple[bool, str]]:
+  """Returns {field: (whether it does nothing, why)} for any algorithm."""
+  silent = (not c.log.sample_tokens, "log.sample_tokens is 0")
+  no_split = lambda source: not source.startswith(("tfds:", "arrays:"))
+  held_out = c.data.eval_source or c.data.source
+  return {
+    "data.train_split": (
+      no_split(c.data.source),
+      f"data.source is {c.data.source}, which has no splits of its own",
+    ),
+    "data.eval_split": (
+      no_split(held_out),
+      f"the held-out text is of {held_out}, which has no splits of its own",
+    ),
+    "eval.task_items": (not c.eval.tasks, "eval.tasks is empty"),
+    "inner.weight_decay_scaling": (
+      not c.inner.weight_decay,
+      "inner.weight_decay is 0",
+    ),
+    "log.prompt": silent,
+    "log.temperature": silent,
+  }
+
+
+def _effects_on_syncs(c: Config) -> dict[str, tuple[bool, str]]:
+  """Returns the same of the fields of DiLoCo."""
+  compressor = sizes.coder(c.wire.compressor)
+  return {
+    "overlap.tau": (
+      bool(c.overlap.taus) and c.overlap.tau not in c.overlap.taus,
+      f"overlap.taus is {c.overlap.taus}",
+    ),
+    "wire.density": (
+      compressor == "quantize",
+      "wire.compressor is quantize, which sends all values",
+    ),
+    "wire.rounding": (
+      c.wire.format == "fp32" and compressor in _BUILT_IN,
+      "wire.format is fp32, whose values are not rounded",
+    ),
+  }

@@ -138,8 +138,9 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
   Raises:
     ConfigError: a field has a value that cannot work.
   """
-  fields = config.to_dict() if isinstance(config, Config) else config
-  c = _resolve(leaves(fields))
+  given = leaves(config.to_dict() if isinstance(config, Config) else config)
+  c = _resolve(given)
+  checks.check_tokens(c, given)
   combinations.check_effects(c, leaves(c.to_dict()), _defaults(c.plugins))
   checks.check_all_synced(c)
   return c

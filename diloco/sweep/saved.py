@@ -20,7 +20,7 @@ def get_config(path: str = "") -> ml_collections.ConfigDict:
   try:
     fields = saved_fields(json.loads(pathlib.Path(path).read_text()))
     c = default_config(*fields["plugins"])
-    c.update_from_flattened_dict(fields)
+    c.update_from_flattened_dict(fields | {"train.tokens": 0})  # Follow from the steps.
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise ConfigError(
       f"{path} is no config.json of this version's runs: {one_line(error).rstrip('.')}."

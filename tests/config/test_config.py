@@ -1,6 +1,7 @@
 """Resolving a config: derived fields, and one clear error per mistake."""
 
 import json
+import re
 
 import conftest
 import pytest
@@ -85,6 +86,7 @@ def make(**fields):
     ({"model.dtype": "int8"}, "model.dtype is 'int8'; choose one of float32"),
     ({"replicas": 0}, "replicas is 0; it must be at least 1"),
     ({"train.steps": 0}, "train.steps is 0 and train.tokens is 0; set train.steps"),
+    ({"train.tokens": 1e6}, "train.tokens is 1,000,000, but train.steps is 200, which"),
     ({"train.steps": -5}, "train.steps is -5; it must be at least 0"),
     (
       {"train.steps": 0, "train.tokens": 10},
@@ -127,6 +129,29 @@ def make(**fields):
 def test_errors_name_field_value_and_remedy(fields, message):
   with pytest.raises(ConfigError, match=message):
     resolve(make(**fields))
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "useless", "useful"),
+  [
+    ("data.eval_split", "test", {}, {"data.eval_source": "tfds:c4/en:3.1.0"}),
+    ("data.train_split", "train[:9%]", {}, {"data.source": "tfds:c4/en:3.1.0"}),
+    ("eval.task_items", 3, {}, {"eval.tasks": "piqa"}),
+    ("inner.weight_decay_scaling", "rate", {"inner.weight_decay": 0}, {}),
+    ("log.prompt", "We", {"log.sample_tokens": 0}, {}),
+    ("log.temperature", 0.1, {"log.sample_tokens": 0}, {}),
+    ("overlap.tau", 3, {"overlap.taus": (1, 2)}, {"overlap.taus": (1, 3)}),
+    ("wire.density", 0.5, {}, {"wire.compressor": "topk"}),
+  ],
+)
+def test_a_field_without_effect_is_refused(field, value, useless, useful):
+  resolve(make(**{field: value}, **useful))
+  c = make(**{field: value}, **useless)
+  with pytest.raises(
+    ConfigError, match=rf"^{field} is {re.escape(str(value))}, .*; change that, or "
+  ):
+    resolve(c)
+  complete(c.to_dict())  # A run of an older version can be read.
 
 
 def test_an_empty_flag_is_an_empty_tuple():
