@@ -6,6 +6,7 @@ from typing import Any
 import ml_collections
 
 from diloco.config import Config
+from diloco.mesh.modes import training_modes
 from diloco.processes.peers import Peers
 from diloco.processes.stop import Stopped
 from diloco.session import Part, Session, open_session
@@ -37,7 +38,7 @@ def train(
     TrainingDiverged: a loss or gradient became NaN or infinite.
     Interrupted: Ctrl-C ended the run early, and the run is saved.
   """
-  with open_session(config, workdir, peers, part) as session:
+  with training_modes(), open_session(config, workdir, peers, part) as session:
     return session.summary() if session.is_finished else loop(session)
 
 

@@ -130,7 +130,7 @@ def _update(
   # Line 10.
   if wire.exchange == "psum":  # The plainest form: all-reduce decoded values.
     delta_M = exchange.decode(wire, mesh, payload, theta, (REPLICA,))
-    delta, cosine = exchange.all_reduce(mesh, delta_M), jnp.float32(jnp.nan)
+    delta, cosine = exchange.all_reduce(mesh, delta_M), None
   else:
     delta_M = exchange.decode(wire, mesh, payload, theta, (None,))
     delta = average(delta_M, weights_M, outer)

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
+from diloco.mesh.modes import plain_modes
 from diloco.util.types import PyTree
 
 Result = TypeVar("Result")
@@ -52,7 +53,7 @@ class Jobs:
       p: the number that `finish` gives again: the fragment, or the round.
     """
     if self._thread:
-      run = lambda: jax.block_until_ready(job(*args))
+      run = plain_modes()(lambda: jax.block_until_ready(job(*args)))
       self._jobs[p] = args, self._thread.submit(run)
 
   def finish(self, p: int, job: Callable[..., Result], *args: PyTree) -> Result:

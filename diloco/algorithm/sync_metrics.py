@@ -37,26 +37,21 @@ def of_norms(delta_norm_M: jax.Array, error_norm_M: jax.Array) -> Metrics:
   }
 
 
-def of_update(delta: jax.Array, update: jax.Array, cosine: jax.Array) -> Metrics:
+def of_update(delta: jax.Array, update: jax.Array, cosine: jax.Array | None) -> Metrics:
   """Returns the metrics of an update by name, float32 [] each.
 
   Args:
     delta: norm of the mean outer gradient.
     update: norm of the change of the outer parameters.
-    cosine: mean cosine similarity of the replicas' outer gradients.
+    cosine: mean cosine similarity of the replicas' outer gradients; None: left out.
   """
-  return {
-    "outer_grad_mean_norm": delta,
-    "outer_update_norm": update,
-    "outer_grad_cosine": cosine,
-  }
+  norms: Metrics = {"outer_grad_mean_norm": delta, "outer_update_norm": update}
+  return norms if cosine is None else {**norms, "outer_grad_cosine": cosine}
 
 
-def cosine_of(delta_M: PyTree, weights_M: jax.Array | None) -> jax.Array:
-  """Computes `mean_cosine` of outer gradients; NaN if they have weights."""
-  if weights_M is not None:
-    return jnp.float32(jnp.nan)
-  return mean_cosine(products(delta_M))
+def cosine_of(delta_M: PyTree, weights_M: jax.Array | None) -> jax.Array | None:
+  """Computes `mean_cosine` of outer gradients; None if they have weights."""
+  return mean_cosine(products(delta_M)) if weights_M is None else None
 
 
 def norms(tree_M: PyTree) -> jax.Array:
@@ -84,14 +79,14 @@ def _products(x_M: jax.Array) -> jax.Array:
   return jnp.stack(pairs).reshape(m, m)
 
 
-def mean_cosine(products_MxM: jax.Array) -> jax.Array:
-  """Averages the cosine similarity of all pairs of replicas; NaN for M = 1.
+def mean_cosine(products_MxM: jax.Array) -> jax.Array | None:
+  """Averages the cosine similarity of all pairs of replicas; None for M = 1.
 
   A zero vector has the cosine 0 with all others.
   """
   m = len(products_MxM)
   if m == 1:
-    return jnp.float32(jnp.nan)
+    return None
   norms_M = jnp.maximum(jnp.sqrt(jnp.diag(products_MxM)), 1e-30)
   cosines = products_MxM / norms_M / norms_M[:, None]
   return (cosines * (1 - jnp.eye(m))).sum() / (m * (m - 1))

@@ -24,9 +24,11 @@ from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation
 from diloco.interop.load import load
 from diloco.log.workdir import read_contents
+from diloco.mesh.modes import plain_modes
 from diloco.util import command, files
 
 
+@plain_modes()
 def run(args: argparse.Namespace) -> None:
   """Evaluates a model, prints the results and writes the files."""
   if not args.tasks.strip(" ,") and not args.heldout:

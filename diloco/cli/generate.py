@@ -14,6 +14,7 @@ import jax
 from diloco.data import load_tokenizer
 from diloco.errors import ConfigError
 from diloco.interop.load import load
+from diloco.mesh.modes import plain_modes
 from diloco.model import sampling
 from diloco.util.command import guarded, in_range, model_parser
 
@@ -21,6 +22,7 @@ from diloco.util.command import guarded, in_range, model_parser
 MIN_TEMPERATURE = 1e-6
 
 
+@plain_modes()
 def run(args: argparse.Namespace) -> None:
   """Prints the prompt with its continuation."""
   if 0 < args.temperature < MIN_TEMPERATURE:

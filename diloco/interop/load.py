@@ -24,6 +24,7 @@ from diloco.config import Config, changed, complete
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.devices import make_inference_mesh
+from diloco.mesh.modes import plain_modes
 from diloco.spec import plugins, shapes
 from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line, optional
@@ -52,6 +53,7 @@ class Model:
   mesh: Mesh
 
 
+@plain_modes()
 def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
   """Loads a checkpoint of a run, or an export.
 

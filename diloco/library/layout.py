@@ -80,8 +80,8 @@ def make_layout(
     fragments: see `diloco.streaming`.
 
   Raises:
-    ConfigError: a leaf is no array, is not floating-point or has no values, two leaves
-      have the same path, or `fragments` does not fit the tree.
+    ConfigError: a leaf is no array, is not floating-point, has 64 bits or no values,
+      two leaves have the same path, or `fragments` does not fit the tree.
   """
   leaves, structure = jax.tree.flatten_with_path(params_M)
   named = [(path_of(path), leaf) for path, leaf in leaves]
@@ -97,6 +97,11 @@ def make_layout(
       raise ConfigError(
         f"the leaf {path} of params_M has the type {leaf.dtype}, but all parameters"
         " must be floating-point; keep this leaf outside of params_M."
+      )
+    if jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize > 4:  # With JAX_ENABLE_X64.
+      raise ConfigError(
+        f"the leaf {path} of params_M has the type {leaf.dtype}, but a sync computes in"
+        " float32; give this leaf as float32."
       )
     if not leaf.size:
       raise ConfigError(

@@ -39,6 +39,7 @@ from diloco.config.resolve import check_some
 from diloco.errors import ConfigError
 from diloco.library import arguments
 from diloco.library.layout import Fragments, Layout, make_layout, path_of
+from diloco.mesh.modes import plain_modes
 from diloco.mesh.sharding import REPLICA
 from diloco.spec.fields import OuterConfig, WireConfig
 from diloco.spec.fragments import Fragment
@@ -65,11 +66,13 @@ class Streaming:
     """The paths of each fragment's leaves; [i, j, ...] are the layers of a stack."""
     return tuple(map(self._describe, self.plan.fragments))
 
+  @plain_modes()
   def init(self, params_M: PyTree) -> OuterState:
     """Makes the first outer state; outer parameters are those of replica 0."""
     state = init_outer(self.plan, self.layout.split(params_M))
     return dataclasses.replace(state, steps=_steps(0, 0))
 
+  @plain_modes()
   def step(
     self, t: int, params_M: PyTree, state: OuterState
   ) -> tuple[PyTree, OuterState, list[Event]]:
@@ -95,6 +98,7 @@ class Streaming:
     state = dataclasses.replace(state, steps=_steps(t, drained))
     return self.layout.join(parts_M), state, events
 
+  @plain_modes()
   def drain(
     self, last: int, params_M: PyTree, state: OuterState, final_sync: bool = False
   ) -> tuple[PyTree, OuterState, list[Event]]:
@@ -114,6 +118,7 @@ class Streaming:
     state = dataclasses.replace(state, steps=_steps(last, last))
     return self.layout.join(parts_M), state, events
 
+  @plain_modes()
   def params(self, state: OuterState) -> PyTree:
     """Returns the outer parameters, float32, without the axis of the replicas.
 
@@ -121,6 +126,7 @@ class Streaming:
     """
     return self.layout.join(outer_params(self.plan, state))
 
+  @plain_modes()
   def abstract_state(self, params_M: PyTree, t: int) -> OuterState:
     """Describes the state after step t, for Orbax and others that restore it.
 
@@ -227,15 +233,16 @@ def streaming(
   schedule = Schedule(len(parts), c.sync_every, taus)
   mesh = arguments.mesh_under(params_M) if mesh is None else mesh
   arguments.check_mesh(mesh, replicas)
-  plan = make_plan(
-    c,
-    mesh,
-    layout.parameters(params_M),
-    fragments=parts,
-    schedule=schedule,
-    optimizer=None if isinstance(outer, OuterConfig) else outer,
-  )
-  plan.transport.connect()
+  with plain_modes():
+    plan = make_plan(
+      c,
+      mesh,
+      layout.parameters(params_M),
+      fragments=parts,
+      schedule=schedule,
+      optimizer=None if isinstance(outer, OuterConfig) else outer,
+    )
+    plan.transport.connect()
   return Streaming(plan, layout)
 
 

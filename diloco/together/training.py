@@ -39,6 +39,7 @@ from diloco.log.log import Log
 from diloco.log.profile import Profile
 from diloco.log.workdir import FAILED
 from diloco.mesh.devices import make_mesh
+from diloco.mesh.modes import training_modes
 from diloco.model import attention
 from diloco.processes.distributed import lock_workdir
 from diloco.processes.peers import Peers, print_line
@@ -195,7 +196,7 @@ def train(runs: Sequence[Member]) -> bool:
     ConfigError: as `diloco.train.train`, if it holds for all runs.
     Interrupted: Ctrl-C ended the runs early, and the runs are saved.
   """
-  with _open(runs) as session:
+  with training_modes(), _open(runs) as session:
     if session is None:
       print_line(
         "A damaged checkpoint leaves the runs at different steps; start again."

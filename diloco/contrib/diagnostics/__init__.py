@@ -4,6 +4,7 @@ import dataclasses
 
 from diloco.config import Config
 from diloco.config.combinations import ON_DEVICES
+from diloco.errors import ConfigError
 from diloco.spec import plugins
 from diloco.spec.fields import Count
 from diloco.spec.plugins import OuterStep, Rule
@@ -22,8 +23,15 @@ class Diagnostics(plugins.Extension):
     return ("diagnostics.",)
 
   def outer_step(self, c: Config, step: OuterStep) -> OuterStep:
-    from diloco.contrib.diagnostics.outer_step import MeasuredStep  # Needs JAX.
+    import jax
 
+    from diloco.contrib.diagnostics.outer_step import MeasuredStep
+
+    if self.every and jax.config.jax_debug_nans:  # type: ignore[attr-defined, unused-ignore]
+      raise ConfigError(
+        f"diagnostics.every is {self.every}, whose metrics have NaN where nothing is"
+        " measured, but JAX_DEBUG_NANS is set; unset one of them."
+      )
     return MeasuredStep(c, self.every, step) if self.every else step
 
 

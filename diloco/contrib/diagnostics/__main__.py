@@ -162,7 +162,7 @@ def draw(c: Config, found: metrics.Kinds) -> Any:
   for panel in (loss, norm):
     panel.set_xlabel("inner step")
   spectrum.set(xlabel="number of the singular value", ylim=(0, None))
-  cosine.legend(*_few(*cosine.get_legend_handles_labels()))
+  cosine.legend(*_few(*drift.get_legend_handles_labels()))
   rank.set_ylim(0, 1.6 * rank.get_ylim()[1])  # Space for the legend.
   rank.legend(ncols=3, loc="upper left", fontsize=7)
   every = c.of(Diagnostics).every

@@ -108,10 +108,11 @@ def _of_part(x_M: PyTree, theta: PyTree, sent_M: PyTree, mesh: Mesh) -> Metrics:
   mean = jax.tree.map(lambda x_M: x_M.mean(axis=0), delta_M)
   # Theta cancels: the outer gradients lie as far apart as the replicas' parameters.
   apart_M = norms(jax.tree.map(jnp.subtract, delta_M, mean))
+  cosine = mean_cosine(products(delta_M))
   return {
     "outer_grad_norm_by_layer": norm_M,
     "quantization_error_by_layer": error_M / jnp.maximum(norm_M, _TINY),
-    "outer_grad_cosine_by_layer": mean_cosine(products(delta_M)),
+    **({} if cosine is None else {"outer_grad_cosine_by_layer": cosine}),
     "replica_drift_by_layer": jnp.sqrt(jnp.square(apart_M).mean()),
     "outer_norm_by_layer": optax.tree.norm(theta),
     **_spectra(mean),

@@ -39,8 +39,8 @@ def apply(
     New theta, new opt_state, metrics float32 [].
   """
   if not closed.payloads:  # All were refused.
-    none = jnp.float32(0), jnp.float32(0), jnp.float32(jnp.nan)
-    return theta, opt_state, sync_metrics.of_update(*none)
+    none = jnp.float32(0)
+    return theta, opt_state, sync_metrics.of_update(none, none, cosine=None)
   mesh = plan.placement.mesh
   payload = place(plan, calendar, closed.fragment, closed.payloads)
   weights = np.zeros((calendar.sites, len(payload) // calendar.sites), np.float32)
