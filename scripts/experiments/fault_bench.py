@@ -140,7 +140,11 @@ class Run:
 
   def leader(self) -> int:
     """Returns who leads now: process 0 of the baseline, or who has the lease."""
-    return 0 if self.options.baseline else unpack(self.file("lease"))[0]["site"]
+    if self.options.baseline:
+      return 0
+    while not (found := unpack(self.file("lease"))):  # Half a file, or a busy server.
+      time.sleep(0.2)
+    return found[0]["site"]
 
   def after(self, seconds: float, action, *arguments) -> None:
     """Calls a function later, in `wait`."""
