@@ -220,8 +220,9 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       for run in {run.c.seed: run for run in runs}.values()
     }
     evaluation, method = Evaluation(c, mesh), make_method(c, mesh)
-    # The runs have the same text.
+    # The runs have the same text, and the same `log.baseline`.
     read = contents(c, evaluation.tokenizer, evaluation.held_out)
+    summary.baseline(c, read)  # Finds mistakes.
     restored = list[Stored | None]()
     for run in runs:
       stack.callback(run.out.close)
@@ -232,7 +233,6 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       found = None
       with run.own():
         found = run.checkpoints.restore()
-        summary.baseline(run.c, read)  # Finds mistakes.
         keep_tokenizer(run.workdir, evaluation.tokenizer)
         if note := summary.note(run.c):
           print_line(f"note: {note}")

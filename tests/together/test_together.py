@@ -11,6 +11,7 @@ from conftest import tiny_config, update
 
 from diloco import train
 from diloco.config import add_plugins, resolve
+from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.processes import stop
 from diloco.sweep import job, table
@@ -146,6 +147,14 @@ def test_runs_that_were_stopped_together_go_on_together_or_alone(
   train.train(make_config("streaming", *POINTS[2]), folders[2])
   for folder, point in zip(folders, POINTS):
     check(folder, alone("streaming", point))
+
+
+def test_a_wrong_baseline_is_refused_before_the_group_trains(tmp_path):
+  c = tiny_config()
+  c.log.baseline = str(tmp_path / "none")
+  with pytest.raises(ConfigError, match=r"log\.baseline is"):
+    together.train([together.Member(resolve(c), tmp_path)])
+  assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.integration("groups of whole runs")
