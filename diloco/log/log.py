@@ -119,6 +119,11 @@ class Log:
     yield
     self._clock = time.perf_counter() if self._clock else None
 
+  def say(self, text: str) -> None:
+    """Shows at once what the run does after its last step."""
+    if self._bar:
+      self._bar.set_postfix_str(f"{text}, {self._bar.postfix}")
+
   def evaluation(self, t: int, values: dict[str, float]) -> None:
     """Writes the results of an evaluation after step t, and draws loss.png again.
 

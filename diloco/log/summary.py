@@ -44,6 +44,7 @@ def make(
     method: how the run trained.
     state: the run's last state.
   """
+  log.say("evaluating")
   outer = method.params(state)
   scores = evaluation(outer)
   losses = {"outer": scores.held_out.loss}

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -11,6 +12,14 @@ import termios
 import pytest
 
 CODE = "from diloco.util.bar import make_bar; make_bar(total=9, initial=3).close()"
+
+
+def test_a_file_gets_lines():
+  code = "from diloco.util.bar import make_bar; bar = make_bar(total=9, initial=3);"
+  code += "bar.refresh(); bar.update(6); bar.close()"
+  shown = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE).stderr
+  assert re.findall(rb"(\d/9).*\n", shown) == [b"3/9", b"3/9", b"9/9"]
+  assert b"\r" not in shown
 
 
 @pytest.mark.parametrize(("columns", "width"), [(80, 80), (0, 80), (60, 60)])
