@@ -1,5 +1,8 @@
 """The outer step's limits, bit for bit; test_outer_reference.py has the rest."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,6 +193,17 @@ def test_stochastic_rounding_draws_anew_for_each_replica_and_step():
   np.testing.assert_array_equal(first, again)
   assert np.any(first[0] != first[1])
   assert np.any(first[0] != later[0])
+
+
+def test_no_two_sends_share_a_key():
+  c = make_config()
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]))
+  sends = itertools.product((0, 1), range(1, 9), range(5))  # Seed, step, fragment.
+  keys = {
+    tuple(jax.random.key_data(dataclasses.replace(plan, seed=seed).key(t, p)).tolist())
+    for seed, t, p in sends
+  }
+  assert len(keys) == 2 * 8 * 5
 
 
 def test_a_site_draws_the_random_numbers_of_its_own_replicas():

@@ -1,9 +1,13 @@
 """The ledger against sums over a list of syncs."""
 
+import pytest
+from conftest import update
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.wire.ledger import Ledger
+from diloco.config import resolve
+from diloco.spec.shapes import num_params
+from diloco.wire.ledger import Ledger, all_reduced_bytes
 
 # Syncs (step, fragment, bytes) in the order of their steps.
 SYNCS = st.lists(
@@ -40,3 +44,19 @@ def test_totals_and_the_peak_are_sums_over_fragments_and_steps(syncs):
   assert ledger.peak == max(of_step.values(), default=0)
   if syncs:
     assert ledger.latest == [syncs[-1][0], of_step[syncs[-1][0]]]
+
+
+@pytest.mark.parametrize(
+  ("fields", "counted"),
+  [
+    ({}, [0, 0, 0, 0]),
+    ({"warm_start.steps": 4}, [0, 3, 4, 4]),
+    ({"algorithm": "data_parallel"}, [0, 3, 4, 9]),
+  ],
+)
+def test_gradients_are_sent_in_joint_steps_only(tiny, fields, counted):
+  update(tiny, fields)
+  c = resolve(tiny)
+  # A ring of two replicas sends every float32 value once.
+  sent = [all_reduced_bytes(c, t) / (4 * num_params(c.model)) for t in (0, 3, 4, 9)]
+  assert sent == counted
