@@ -83,7 +83,14 @@ def _processes() -> str:
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-  """Opens a temporary file, which becomes `path` when it is complete and on disk."""
+  """Opens a temporary file, which becomes `path` when it is complete and on disk.
+
+  A pipe or a device such as /dev/stdout is written directly: root would replace it.
+  """
+  if path.exists() and not path.is_file():
+    with path.open("wb") as file:
+      yield file
+    return
   unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
   try:
     with unfinished.open("wb+") as file:
