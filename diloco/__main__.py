@@ -5,7 +5,8 @@ python -m diloco main --config=sample --workdir=runs/sample
 python -m diloco launch_local -n 2 -- --config=sample --workdir=runs/two
 
 `diloco` is the same as `python -m diloco`, and `python -m diloco main` the same as
-`python -m diloco.main`.
+`python -m diloco.main`. Every command takes --plugins=NAME,...: modules that are not of
+diloco, and that a run or an export needs (docs/evaluation.md).
 """
 
 import ast
@@ -43,8 +44,16 @@ def listing() -> str:
     doc = ast.get_docstring(ast.parse(file.read_text())) or ""
     lines.append(f"  {name:<19}{doc.partition(chr(10))[0]}")
   names = ", ".join(shipped.names("get_config"))
+  lines += ["", "Every command takes --plugins=NAME: modules that are not of diloco."]
   lines += ["", f"Configs by name, as in --config=sample: {names}."]
   return "\n".join(lines)
+
+
+def _import_plugins(flags: Sequence[str]) -> None:
+  from diloco.spec import plugins
+
+  names = ",".join(flag.removeprefix("--plugins=") for flag in flags).split(",")
+  plugins.load(filter(None, names))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   if argv[1:] == ["--version"]:
     print(f"diloco {diloco.__version__}")
     return 0
+  end = argv.index("--") if "--" in argv else len(argv)  # Others' flags follow.
+  given = [word for word in argv[:end] if word.startswith("--plugins=")]
+  argv = [*(word for word in argv[:end] if word not in given), *argv[end:]]
+  if given and (status := guarded(_import_plugins, given)):
+    return status
   name, found = argv[1], commands()
   found["train"] = found["main"]  # What people try first.
   if name not in found:

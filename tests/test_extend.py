@@ -6,21 +6,26 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import later_papers  # noqa: F401  Registers a method of each kind.
 import plugins  # Registers `signs`, `feedback` and `bigram`.
 import pytest
 from conftest import first_of
 
-from diloco import train
+from diloco import __main__, train
+from diloco.checkpoint.record import Record
+from diloco.checkpoint.resume import check
 from diloco.cli import list_configs
 from diloco.config import add_plugins, changed, complete, describe, resolve
+from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
-from diloco.log import metrics
+from diloco.interop import load
+from diloco.log import metrics, read_run
 from diloco.simulate import from_config
 from diloco.spec import plugins as contrib_lib
 from diloco.spec import shapes, sizes
-from diloco.sweep import saved
+from diloco.sweep import csv_file, job, saved
 
 
 def test_a_registered_compressor_works_in_trainer_ledger_and_simulator(tiny, tmp_path):
@@ -91,12 +96,13 @@ def test_a_registered_model_trains_like_the_decoder(tiny, tmp_path):
 
 
 @pytest.mark.integration("whole runs")
-def test_other_commands_import_the_plugins_of_a_run(tiny, tmp_path):
+def test_other_commands_import_the_plugins_that_a_flag_names(tiny, tmp_path):
   tiny.model.name, tiny.wire.compressor, tiny.plugins = "bigram", "signs", ("plugins",)
   train.train(tiny, tmp_path / "run")
-  command = [sys.executable, "-m", "diloco.cli.export", f"--output={tmp_path / 'out'}"]
+  command = [sys.executable, "-m", "diloco", "export", "--plugins=plugins"]
+  flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]
   env = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent)}
-  subprocess.run([*command, f"--workdir={tmp_path / 'run'}"], check=True, env=env)
+  subprocess.run([*command, *flags], check=True, env=env)
   exported = json.loads((tmp_path / "out/config.json").read_text())
   assert exported["architecture"] == plugins.Bigram.DESCRIPTION
 
@@ -177,3 +183,60 @@ def test_a_plugin_that_cannot_be_imported_is_named(tiny):
   tiny.plugins = ("nowhere_to_be_found",)
   with pytest.raises(ConfigError, match=r"plugins names 'nowhere.*PYTHONPATH"):
     resolve(tiny)
+
+
+@pytest.fixture
+def stranger(tiny, tmp_path, monkeypatch):
+  """The folder of a run and of an export whose plug-in lies in the current folder."""
+  fields = resolve(tiny).to_dict() | {"plugins": ["of_a_stranger"]}
+  (tmp_path / "of_a_stranger.py").write_text("print('runs')")
+  (tmp_path / "config.json").write_text(json.dumps({"step": 1, "config": fields}))
+  (tmp_path / load.WEIGHTS).touch()
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "config.json").write_text(json.dumps(fields))
+  (tmp_path / "run" / "metrics.jsonl").touch()
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
+  return fields
+
+
+READS = {
+  "an export": lambda fields: load.load("."),
+  "a checkpoint": lambda fields: load._config(Record(fields), pathlib.Path(), None),
+  "a run that goes on": lambda fields: check(
+    fields, complete(fields | {"plugins": []}), 1
+  ),
+  "the log of a run": lambda fields: read_run.read(pathlib.Path("run"), "run"),
+  "the config of a run": lambda fields: saved.get_config("run/config.json"),
+  "a run of a sweep": lambda fields: job.run_by_hand(
+    types.SimpleNamespace(run=[pathlib.Path("run")])
+  ),
+  "a table of runs": lambda fields: csv_file._run(
+    dict.fromkeys(csv_file._RESULTS, "1")
+    | {c: str(leaves(fields)[f]) for c, f in csv_file.EXPORTED_FIELDS.items()}
+    | {"config": json.dumps({"plugins": fields["plugins"]}), "loss": "1"}
+  ),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_no_record_imports_the_code_of_a_stranger(read, stranger, capfd):
+  with pytest.raises(ConfigError, match=r"of_a_stranger, code .* --plugins=of_a_str"):
+    read(stranger)
+  assert "of_a_stranger" not in sys.modules
+  assert capfd.readouterr().out == ""
+
+
+def test_a_plugin_that_the_command_names_is_imported(stranger, capsys, monkeypatch):
+  monkeypatch.setattr(sys, "argv", sys.argv)
+  command = ["diloco", "generate", "--workdir=."]
+  with pytest.raises(SystemExit, match="2"):
+    __main__.main(command)
+  refused = capsys.readouterr()
+  assert refused.out == ""
+  with pytest.raises(SystemExit, match="2"):
+    __main__.main([*command, re.search(r"--plugins=\S+", refused.err)[0]])
+  del sys.modules["of_a_stranger"]
+  done = capsys.readouterr()
+  assert done.out == "runs\n"
+  assert f"whose {load.WEIGHTS} cannot be read" in done.err

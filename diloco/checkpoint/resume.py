@@ -89,8 +89,8 @@ def check(
     old = complete(saved)
   except ConfigError as error:
     raise ConfigError(
-      f"workdir holds a checkpoint of step {step} whose config this version cannot use;"
-      f" choose another --workdir: {error}"
+      f"workdir holds a checkpoint of step {step} whose config cannot be used here;"
+      f" choose another --workdir, or: {error}"
     ) from error
   changes = differing(old.to_dict(), c.to_dict())
   read, reads = read or {}, reads or {}

@@ -150,7 +150,8 @@ def complete(saved: Mapping[str, Any]) -> Config:
   """Resolves a config read from JSON; fields that it lacks take their defaults.
 
   Raises:
-    ConfigError: a field no longer exists, or has a value that cannot work.
+    ConfigError: a field no longer exists, or has a value that cannot work; or see
+      `plugins.check_trusted`.
   """
   return _resolve(saved_fields(saved))
 
@@ -160,9 +161,13 @@ def saved_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
 
   Older versions saved the fields of some plug-ins with every run; these are left out,
   also if the plug-in was removed.
+
+  Raises:
+    ConfigError: see `plugins.check_trusted`.
   """
   v = leaves(saved)
   names = plugins_of(v)
+  plugins.check_trusted(names)
   absent = {*plugins.contrib(), *plugins.REMOVED}.difference(names)
   v = {f: x for f, x in v.items() if f.partition(".")[0] not in absent}
   return v | {"plugins": names}

@@ -62,7 +62,8 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
     step: step of the checkpoint; default the newest that can be read.
 
   Raises:
-    ConfigError: there is no such folder or checkpoint, or this version cannot read it.
+    ConfigError: there is no such folder or checkpoint, this version cannot read it, or
+      it needs a plug-in that is not of diloco and was not imported before.
   """
   workdir = local_path(workdir, "workdir")
   if not workdir.is_dir():
@@ -174,6 +175,8 @@ def export_config(folder: pathlib.Path, field: str) -> tuple[int, Config]:
   described = require_json(folder / CONFIG, field)
   try:
     return described["step"], complete(described["config"])
+  except plugins.NotTrusted as error:
+    raise ConfigError(f"{field} is {str(folder)!r}, whose {error}") from error
   except (KeyError, TypeError, AttributeError, ConfigError) as error:
     raise ConfigError(
       f"{field} is {str(folder)!r}, whose {CONFIG} is none of diloco export"

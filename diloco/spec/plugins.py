@@ -33,6 +33,10 @@ REMOVED = {
 OuterStep: TypeAlias = Callable[..., tuple[PyTree, PyTree, list[Any]]]
 
 
+class NotTrusted(ConfigError):
+  """A record names plug-ins that nobody here has asked for."""
+
+
 class Call(NamedTuple):
   """A call of a jitted function, for the dry run.
 
@@ -223,6 +227,24 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
     own = [n for n, place in places.items() if place.startswith(f"{module}.")]
     found |= {n: EXTENSIONS[n] for n in own}
   return found
+
+
+def check_trusted(names: Iterable[str]) -> None:
+  """Refuses plug-ins that a record names, unless they are ours or imported already.
+
+  To import a module runs its code, and a record may come from anybody: the config of a
+  workdir or of an export, a table of runs.
+
+  Raises:
+    NotTrusted: tells how to name these plug-ins at the command line.
+  """
+  strange = ",".join(n for n in names if n not in contrib() and n not in sys.modules)
+  if strange:
+    raise NotTrusted(
+      f"plugins names {strange}, code that is not of diloco and would run here; if you"
+      f" trust it, add --plugins={strange} to `python -m diloco ...`, or"
+      f" --config.plugins={strange} to a command that trains."
+    )
 
 
 def free() -> tuple[str, ...]:

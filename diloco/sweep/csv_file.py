@@ -12,6 +12,7 @@ import pandas as pd
 from diloco.config import Config, changed, complete
 from diloco.config.comparable import HELD_OUT
 from diloco.config.resolve import leaves
+from diloco.spec import plugins
 from diloco.spec.shapes import matrix_params
 from diloco.sweep import table
 from diloco.sweep.table import SUMMARY_COLUMNS, Row
@@ -103,6 +104,7 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
 def _line(row: Row) -> dict[str, Any]:
   """Returns a line of the CSV file: {column: cell}."""
   default = leaves(table.as_json(Config()))
+  plugins.check_trusted(row["config"].get("plugins", ()))
   config = default | _today(row["config"])
   known = EXPORTED_FIELDS.values()
   rest = {f: v for f, v in config.items() if f not in known and v != default.get(f)}
@@ -151,6 +153,7 @@ def _run(line: dict[str, str]) -> dict[str, dict]:
   fields = {f: type(default[f])(line[c]) for c, f in EXPORTED_FIELDS.items()}
   for field, value in json.loads(line["config"]).items():
     fields[field] = tuple(value) if isinstance(value, list) else value
+  plugins.check_trusted(fields.get("plugins", ()))
   asked = {c: text for c, text in line.items() if c.startswith("point_") and text}
   return {
     "config.json": table.as_json(changed(Config(), fields)),

@@ -1,7 +1,7 @@
 """Trains one run, or several runs together, in a separate process.
 
-python -m diloco.sweep.job RUN
-python -m diloco.sweep.job RUN RUN ...
+python -m diloco job RUN
+python -m diloco job RUN RUN ...
 
 RUN is a run directory with a config.json. `diloco.main` trains one run, `worker.py`
 several. The trainer holds a lock on RUN/lock until it ends, even if its parent process
@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from diloco.config.resolve import saved_fields
 from diloco.log.workdir import FAILED
 from diloco.sweep import saved, table
 from diloco.util import files
@@ -54,10 +55,10 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
       return LOCKED
     for run in runs:
       (run / "ended.json").unlink(missing_ok=True)
-    command = ["diloco.sweep.worker", *directories]
+    command = ["worker", *directories]
     if len(runs) == 1:
       config = f"--config={saved.__file__}:{runs[0] / 'config.json'}"
-      command = ["diloco.main", config, f"--workdir={runs[0]}"]
+      command = ["main", config, f"--workdir={runs[0]}"]
     starts = [log.tell() for log in logs]
     trainer: subprocess.Popen | None = None
     asked_to_stop = False
@@ -75,7 +76,7 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
       before = signal.pthread_sigmask(signal.SIG_BLOCK, others)
       try:
         trainer = subprocess.Popen(
-          [sys.executable, "-m", *command],
+          [sys.executable, "-m", "diloco", *command, plugins_flag(runs)],
           stdout=logs[0],
           stderr=logs[0],
           env={**os.environ, **(environment or {})},
@@ -95,6 +96,13 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
         elif -code in (0, *STOPS):
           table.note_end(run, failed=False)
   return code
+
+
+def plugins_flag(runs: Iterable[pathlib.Path]) -> str:
+  """Returns the flag by which a process imports the plug-ins of runs."""
+  configs = (files.read_json(run / "config.json") or {} for run in runs)
+  names = dict.fromkeys(name for c in configs for name in c.get("plugins", ()))
+  return f"--plugins={','.join(names)}"
 
 
 @contextlib.contextmanager
@@ -141,7 +149,8 @@ def run_by_hand(args: argparse.Namespace) -> int:
   """Trains runs, and says why if a run fails; returns the exit status.
 
   Raises:
-    ValueError: there is no such run, or another process trains a run.
+    ValueError: there is no such run, or another process trains a run; or see
+      `plugins.check_trusted`.
   """
   names = " ".join(map(str, args.run))
   for directory in args.run:
@@ -150,6 +159,7 @@ def run_by_hand(args: argparse.Namespace) -> int:
         f"RUN is {str(directory)!r}, which has no config.json; give a folder of a"
         " sweep, --results/runs/NAME."
       )
+    saved_fields(files.read_json(directory / "config.json") or {})
   code = run(*map(str, args.run))
   if code == LOCKED:
     raise ValueError(f"RUN is {names!r}, which another process trains already.")
@@ -161,7 +171,7 @@ def run_by_hand(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  parser = Parser(prog="python -m diloco.sweep.job", description=__doc__)
+  parser = Parser(prog="python -m diloco job", description=__doc__)
   help_ = "a folder --results/runs/NAME of a sweep, with a config.json"
   parser.add_argument("run", metavar="RUN", type=pathlib.Path, nargs="+", help=help_)
   return guarded(run_by_hand, parser.parse_args(argv))

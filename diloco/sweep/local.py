@@ -32,7 +32,7 @@ class Local:
   def start(self, *runs: pathlib.Path) -> None:
     others = {p.pid for p in self._processes.values() if p.poll() is None}
     process = subprocess.Popen(
-      [sys.executable, "-m", "diloco.sweep.job", *map(str, runs)],
+      [sys.executable, "-m", "diloco", "job", *map(str, runs), job.plugins_flag(runs)],
       env={**os.environ, **self._environment},
       stdin=subprocess.DEVNULL,
       stdout=subprocess.DEVNULL,

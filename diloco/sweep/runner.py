@@ -5,6 +5,7 @@ The run directories hold the whole state, so you may kill and restart the driver
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import shutil
@@ -89,8 +90,15 @@ class Driver:
     self.sweep, self.results, self.backend = sweep, results, backend
     self.parallel, self.vectorize = parallel, vectorize
     self.rows = table.read_rows(results)
-    self._names = table.names_by_digest(self.rows)
     self._plans: dict[str, Plan] = {}  # By the point's key.
+
+  @functools.cached_property
+  def _names(self) -> dict[str, str]:
+    """Names of runs by the digest of their configs, some of which need plug-ins.
+
+    The sweep file has imported these when the first config is resolved.
+    """
+    return table.names_by_digest(self.rows)
 
   def step(self) -> list[Search]:
     """Notes vanished runs and starts new runs; returns all cells."""

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
   if len({groups.alike(table.as_json(c)) for c in configs}) > 1:
     raise ConfigError(
       f"RUN are {', '.join(map(str, args.run))}, which differ in more than"
-      f" {groups.FIELDS}; train them one by one by python -m diloco.sweep.job RUN."
+      f" {groups.FIELDS}; train them one by one by python -m diloco job RUN."
     )
   # Imported late, so that --help and errors in the arguments need no JAX.
   import jax
