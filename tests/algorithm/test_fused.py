@@ -92,6 +92,7 @@ def test_pieces_give_the_same_bytes_and_parameters(fields, monkeypatch):
   plain = form._replace(send=outer.send, update=outer.update)
   expected, numbers = outer_steps(c, plain)
   jax.tree.map(np.testing.assert_array_equal, found, expected)
+  assert metrics.keys() == numbers.keys()
   for name, number in numbers.items():
     np.testing.assert_allclose(metrics[name], number, rtol=1e-4, atol=1e-6)
 

@@ -97,7 +97,9 @@ def test_damage_of_the_only_checkpoint_is_told_in_one_sentence(saved, part):
   assert len(str(error.value)) < 500
 
 
-def test_the_arrays_of_a_damaged_checkpoint_do_not_stay_in_memory(saved, monkeypatch):
+def test_a_damaged_checkpoint_is_named_and_does_not_stay_in_memory(
+  saved, monkeypatch, capsys
+):
   read, alive = damage.read_arrays, []
 
   def spy(*args):
@@ -110,6 +112,8 @@ def test_the_arrays_of_a_damaged_checkpoint_do_not_stay_in_memory(saved, monkeyp
   monkeypatch.setattr(damage, "_changed", lambda *args: next(changed))
   assert damage.read_newest(saved, [12, 10], like, "train again").step == 10
   assert alive[0] == alive[1]
+  said = "".join(capsys.readouterr())
+  assert "The checkpoint of step 12 is damaged (damaged); took step 10." in said
 
 
 def test_too_little_memory_is_no_damage(saved, monkeypatch):

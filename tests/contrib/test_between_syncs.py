@@ -15,7 +15,8 @@ import reference as ref
 
 from diloco import train
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.optimizers import make_inner
+from diloco.algorithm.method import BetweenSyncs, make_method
+from diloco.algorithm.optimizers import OuterTuned, make_inner
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.state import TrainState, abstract_state, init_outer, outer_params
 from diloco.config import add_plugins, default_config, resolve
@@ -281,6 +282,15 @@ def test_a_warm_start_averages_nothing_because_its_replicas_are_equal():
   assert all(conftest.averaged(c, t, plan, state) == (state, []) for t in (1, 4))
   assert c.averages_after(5) == ["sparta"]
   assert c.averages_after(8) == ["first_moments", "second_moments", "sparta"]
+
+
+def test_a_method_with_averages_passes_on_what_was_drained_and_tuned():
+  c = make_config(**{"sparta.share": 0.1})
+  method = make_method(c, make_mesh(c, jax.devices()[:1]))
+  method = method.after_drain(7).tune(5, OuterTuned(0.1, None))
+  assert isinstance(method, BetweenSyncs)
+  plan = method.plan
+  assert (plan.schedule.drained, plan.seed, plan.tuned.learning_rate) == (7, 5, 0.1)
 
 
 def test_sparta_of_all_values_is_their_mean_in_any_dtype():

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import default_config, resolve
 from diloco.contrib import error_feedback  # noqa: F401  Registers.
+from diloco.library import arguments
 from diloco.mesh.devices import make_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -342,6 +344,24 @@ def test_mistakes_are_named():
   for sizes, message in (((0,), "replicas is 0"), ((2, 1.5), "mesh.fsdp is 1.5")):
     with pytest.raises(diloco.ConfigError, match=message):
       diloco.replica_mesh(*sizes)
+
+
+def test_a_stack_is_cut_as_in_the_trainer_by_default():
+  stack, c = diloco.Stacked("blocks"), default_config().fragments
+  assert (stack.size, stack.pattern, stack.rest) == (c.size, c.pattern, c.embedding)
+
+
+def test_parameters_train_on_the_device_on_which_they_lie():
+  class Device:
+    id, platform, process_index = 1, "cpu", 0
+
+  there, other = Device(), Device()
+  lies_on = lambda *devices: types.SimpleNamespace(
+    sharding=types.SimpleNamespace(device_set={*devices})
+  )
+  assert arguments.mesh_under([lies_on(there)]).devices.tolist() == [[there]]
+  with pytest.raises(diloco.ConfigError, match="lies on 2 devices, but not on a mesh"):
+    arguments.mesh_under([lies_on(there, other)])
 
 
 def test_a_wire_without_a_format_sends_e3m0():
