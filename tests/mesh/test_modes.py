@@ -7,9 +7,11 @@ from conftest import first_of, update
 
 import diloco
 from diloco import train
+from diloco.algorithm.make import make_plan
 from diloco.cli import evaluate, generate
 from diloco.config import resolve
 from diloco.errors import ConfigError
+from diloco.mesh.devices import make_mesh
 from diloco.together import training as together
 
 # All at once; JAX_DISABLE_JIT, which the trainer refuses, has a test of its own.
@@ -91,6 +93,14 @@ def test_the_trainer_refuses_to_train_without_jit(tiny, tmp_path, set_modes):
     with pytest.raises(ConfigError, match="JAX_DISABLE_JIT is set"):
       start()
   assert not (tmp_path / "run").exists()
+
+
+def test_diagnostics_which_write_nan_refuse_to_stop_at_nan(tiny, set_modes):
+  update(tiny, {"diagnostics.every": 3})
+  c = resolve(tiny)
+  set_modes({"jax_debug_nans": True})
+  with pytest.raises(ConfigError, match=r"every is 3, .* JAX_DEBUG_NANS"):
+    make_plan(c, make_mesh(c, jax.devices()[:1]))
 
 
 @pytest.mark.parametrize(
