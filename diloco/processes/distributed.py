@@ -10,6 +10,7 @@ import jax
 
 from diloco.errors import ConfigError
 from diloco.processes.peers import Peers, process_names
+from diloco.processes.streams import listened, reached
 from diloco.util import files
 from diloco.util.command import free_port
 
@@ -69,7 +70,7 @@ def initialize(
   host = f"[{host.strip('[]')}]" if ":" in host else host
   # Before JAX starts, which waits until the time-out for a process that dies now.
   peers = Peers.meet(f"{host}:{port}", count, index, timeout)
-  address = f"{host}:{peers.broadcast(free_port())}"
+  address = reached(f"{host}:{peers.broadcast(free_port())}")
   # Otherwise the CPU devices of different processes cannot exchange anything.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.config.update("jax_enable_preemption_service", False)  # `CommonEnd` replaces it.
@@ -91,6 +92,7 @@ def initialize(
       count,
       index,
       devices,
+      coordinator_bind_address=listened(address),
       initialization_timeout=timeout + 60,
       heartbeat_timeout_seconds=_HEARTBEAT,
     )

@@ -10,10 +10,6 @@ by missed heartbeats, which a suspended process misses too. With heartbeats of 1
 other process of two noticed after 9.3 s that one was killed; a stream breaks after
 0.01 s. `multihost_utils` gathers arrays of one shape on the devices, after the steps
 that were launched before.
-
-A message is a JSON list. The first of a stream is [index, count], the others are [kind,
-value]. The kind is value, report, end or a kind of news. The value of an end is an
-error and its exit status, or null. Empty messages show that their sender is there.
 """
 
 import contextlib
@@ -23,19 +19,21 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent import futures
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import jax
 
 from diloco.errors import TryAgain
+from diloco.processes import streams
+from diloco.processes.streams import Box, outgoing, packed
 
 _GRACE = 5.0  # Seconds to wait for the errors of others, which may explain this one.
 # Seconds to wait for a value of a process that is connected but does not send it.
 PATIENCE = 1800.0
 _BEAT = 10.0  # Seconds between two messages, of which some are empty.
+_HELLO_S = 10.0  # Seconds in which whoever opens a stream must say who comes.
 _SERVICE, _METHOD = "diloco.Peers", "Talk"
 _OPTIONS = (
   # A connection breaks when a machine has confirmed nothing for 30 s. gRPC's own pings
@@ -43,14 +41,20 @@ _OPTIONS = (
   ("grpc.keepalive_timeout_ms", 30_000),
   ("grpc.keepalive_time_ms", 86_400_000),
   ("grpc.http2.bdp_probe", 0),  # These are pings as well.
-  ("grpc.max_receive_message_length", -1),
   ("grpc.enable_http_proxy", 0),
   ("grpc.so_reuseport", 0),
   # Every try to connect looks up the name again immediately, and takes at most 5 s.
   ("grpc.use_local_subchannel_pool", 1),
   ("grpc.min_reconnect_backoff_ms", 5_000),
 )
-Box = queue.SimpleQueue[bytes | None]  # Messages to a process; None ends the stream.
+# Of process 0 only: whoever reaches its port can send. Its own processes send values of
+# 1 MB at most, a stream each; what it sends itself has the values of all of them.
+_LIMITS = (
+  ("grpc.max_receive_message_length", 4 << 20),
+  ("grpc.max_concurrent_streams", 1),
+  ("grpc.max_connection_idle_ms", 30_000),
+)
+_NO_LIMIT = (("grpc.max_receive_message_length", -1),)
 
 
 class ProcessLost(TryAgain):
@@ -75,8 +79,8 @@ class Peers:
     }
     self.news = queue.SimpleQueue[tuple[int, str, Any]]()
     self._boxes: dict[int, Box] = {}  # {process that is connected: messages to it}
-    self._died, self._refusal, self._met = set[int](), "", index > 0
-    self._change = threading.Condition()  # For _boxes, _died, _refusal and _met.
+    self._died, self._met = set[int](), index > 0
+    self._change = threading.Condition()  # For _boxes, _died and _met.
     self._ending = threading.Lock()  # Never released: the process ends once.
     self._failing = threading.Lock()  # Never released: it tells one error.
 
@@ -85,7 +89,8 @@ class Peers:
     """Connects all processes to process 0, which listens at the address.
 
     Process 0 returns when all have come, the others as soon as they are connected. If a
-    process does not come, process 0 reports this to those that came, and they end.
+    process does not come, process 0 reports this to those that came, and they end. A
+    process with a wrong number or count is told so and ends; the others go on waiting.
 
     Args:
       address: host:port of process 0, as the others reach it.
@@ -94,7 +99,7 @@ class Peers:
       timeout: seconds to wait.
 
     Raises:
-      ProcessLost: a process did not come, or came with a wrong number or count.
+      ProcessLost: a process did not come.
     """
     peers = cls(index, count)
     if index:
@@ -137,7 +142,7 @@ class Peers:
 
     A kind that this class does not use arrives in `news`.
     """
-    message = _message(kind, value)
+    message = packed(kind, value)
     with self._change:
       for box in self._boxes.values():
         box.put(message)
@@ -207,9 +212,11 @@ class Peers:
     deadline = time.monotonic() + timeout
     while True:
       box = Box()
-      box.put(_message(self.index, self.count))
-      self._channel = grpc.insecure_channel(address, _OPTIONS)
-      messages = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(_outgoing(box))
+      box.put(packed(self.index, self.count))
+      target, options = streams.reached(address), _OPTIONS + _NO_LIMIT
+      self._channel = grpc.insecure_channel(target, options)
+      talk = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
+      messages = talk(outgoing(box, _BEAT))
       self._kept = messages  # The stream ends when nothing refers to them.
       try:
         next(messages)  # Waits until process 0 answers.
@@ -227,26 +234,29 @@ class Peers:
 
   def _await_all(self, address: str, timeout: float) -> None:
     """Serves the other processes, and waits until all have come."""
-    self._address, port = address, address.rpartition(":")[2]
+    self._address = address
     talk = {_METHOD: grpc.stream_stream_rpc_method_handler(self._talk)}
     handler = grpc.method_handlers_generic_handler(_SERVICE, talk)
-    self._server = grpc.server(_Threads(), [handler], options=_OPTIONS)
+    # Some more streams than processes: one that has died may come again.
+    most = 2 * self.count + 8
+    options = _OPTIONS + _LIMITS
+    self._server = grpc.server(streams.Threads(), [handler], None, options, most)
     try:
-      self._server.add_insecure_port(f"[::]:{port}")  # All addresses, of IPv4 too.
+      self._server.add_insecure_port(streams.listened(address))
     except RuntimeError as error:
       raise ProcessLost(
-        f"process 0 cannot listen at port {port}, which is in use or not"
-        " allowed; choose another port in --coordinator."
+        f"process 0 cannot listen at port {address.rpartition(':')[2]}, which is in use"
+        " or not allowed; choose another port in --coordinator."
       ) from error
     self._server.start()
-    is_over = lambda: self._refusal or len(self._boxes) == self.count - 1
     with self._change:
-      self._met = self._change.wait_for(is_over, timeout) and not self._refusal
+      all_came = lambda: len(self._boxes) == self.count - 1
+      self._met = self._change.wait_for(all_came, timeout)
       missing = [p for p in range(1, self.count) if p not in self._boxes]
       died = sorted(self._died.intersection(missing))
     if not self._met:
       note = f" ({process_names(died)} came and went again)" if died else ""
-      message = self._refusal or (
+      message = (
         f"{process_names(missing)} of {self.count} did not come to {address} within"
         f" {timeout} s{note}; start all with the same --coordinator and"
         " --num_processes, and see whether their machines reach that address."
@@ -259,24 +269,36 @@ class Peers:
     self, requests: Iterator[bytes], context: grpc.ServicerContext
   ) -> Iterator[bytes]:
     """Serves another process, until it is gone or this process ends the stream."""
-    p, n = json.loads(next(requests))
-    if self._met:  # Process p may be of the next run, which waits for this port.
-      context.abort(grpc.StatusCode.UNAVAILABLE, "a run that is complete is there")
-    yield _message()
+    late = threading.Timer(_HELLO_S, context.cancel)
+    late.daemon = True
+    late.start()
+    hello = streams.hello(next(requests, b""))
+    late.cancel()
+    if not hello:
+      context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no process of a run")
+      return  # The call above raises.
+    p, n = hello
     box = Box()
     with self._change:
-      if n == self.count and 0 < p < n and p not in self._boxes:
+      complete = self._met
+      expected = n == self.count and p not in self._boxes
+      if expected and not complete:
         self._listen(p, box, requests)
         context.add_callback(lambda: self._forget(p))  # When process p is gone.
-      else:
-        self._refusal = (
-          f"a process came to {self._address} as number {p} of {n}, but {self.count}"
-          f" are expected and {sorted([0, *self._boxes])} are there; give each its own"
-          " --process_id and all the same --num_processes."
-        )
-        box.put(_message("end", [self._refusal, 1]))
-      self._change.notify()
-    yield from _outgoing(box)
+        self._change.notify()
+    if complete:  # Process p may be of the next run, which waits for this port.
+      context.abort(grpc.StatusCode.UNAVAILABLE, "a run that is complete is there")
+    yield packed()
+    if not expected:  # By mistake, or it is of another run: this run goes on.
+      refusal = (
+        f"a process came to {self._address} as number {p} of {n}, but {self.count}"
+        f" are expected and {sorted([0, *self._boxes])} are there; give each its own"
+        " --process_id and all the same --num_processes."
+      )
+      print_line(f"Refused: {refusal}")
+      yield packed("end", [refusal, 2])
+      return
+    yield from outgoing(box, _BEAT)
 
   def _listen(self, p: int, box: Box, messages: Iterator[bytes]) -> None:
     self._boxes[p] = box
@@ -295,7 +317,7 @@ class Peers:
           text, code = value or ("", 0)
           error = f"process {p}: {text}" if p else text
           pause = _GRACE / 2  # This process may report the same error itself.
-          box.put(_message("end", None))  # A process that fails waits for this answer.
+          box.put(packed("end", None))  # A process that fails waits for this answer.
           break
         if (kind, p) in self._received:
           self._received[kind, p].put(value)
@@ -321,32 +343,6 @@ class Peers:
     """Waits until no process is left in `_boxes`, or too long."""
     with self._change:
       self._change.wait_for(lambda: not self._boxes, _GRACE)
-
-
-class _Threads(futures.Executor):
-  """One daemon thread per call; those of a pool would keep Python from ending."""
-
-  def submit(self, run: Callable, /, *args: Any, **kwargs: Any) -> futures.Future:
-    future = futures.Future[Any]()
-    task = lambda: future.set_result(run(*args, **kwargs))
-    threading.Thread(target=task, daemon=True).start()
-    return future
-
-
-def _message(*parts: Any) -> bytes:
-  return json.dumps(parts).encode()
-
-
-def _outgoing(box: Box) -> Iterator[bytes]:
-  """Yields the messages to a process, and empty ones, which show a lost machine."""
-  while True:
-    try:
-      message = box.get(timeout=_BEAT)
-    except queue.Empty:
-      message = _message()
-    if message is None:
-      return
-    yield message
 
 
 def process_names(ids: list[int]) -> str:

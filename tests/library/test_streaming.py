@@ -332,9 +332,9 @@ def test_mistakes_are_named():
       r"mesh is Mesh\('data': 1.* divides 2 repl",
     ),
   ]
-  for params_M, arguments, message in cases:
+  for params_M, given, message in cases:
     with pytest.raises(diloco.ConfigError, match=message):
-      diloco.streaming(params_M, **{"sync_every": 6} | arguments)
+      diloco.streaming(params_M, **{"sync_every": 6} | given)
   for params, replicas, message in (
     *((tree(), n, f"replicas is {n}; ") for n in (-1, 0, 2.5, True)),
     ({"w": jnp.sin}, M, "the leaf w of params is .*, which is no array; keep"),

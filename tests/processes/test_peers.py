@@ -20,6 +20,7 @@ from threads import at_once, connected, free_port, meet
 from diloco.errors import ConfigError
 from diloco.processes import distributed as processes
 from diloco.processes import peers as peers_lib
+from diloco.processes import streams
 from diloco.processes.peers import Peers, ProcessLost
 
 
@@ -70,18 +71,89 @@ def test_a_port_in_use_is_told(capfd):
   assert f"process 0 cannot listen at port {port}," in str(found[0])
 
 
-def test_a_process_id_given_twice(codes, capfd):
-  address, ids = f"localhost:{free_port()}", [0, 1, 1]
-  found = at_once(lambda k: Peers.meet(address, 3, ids[k], 20), range(3))
-  errors = [f"error: {found[0]}", *told(codes, capfd, count=2)]
-  assert all("as number 1 of 3" in e and "own --process_id" in e for e in errors)
+@pytest.mark.parametrize(
+  ("number", "count", "reason"),
+  [
+    (1, 3, "as number 1 of 3, but 3 are expected and [0, 1] are there; give each its"),
+    (1, 4, "as number 1 of 4, but 3 are expected and [0"),
+  ],
+)
+def test_a_process_that_is_not_expected_is_told_and_the_others_go_on(
+  codes, capfd, number, count, reason
+):
+  address, found = f"localhost:{free_port()}", {}
+  come = lambda i: found.update({i: Peers.meet(address, 3, i, 20)})
+  threads = [threading.Thread(target=come, args=(i,)) for i in range(3)]
+  for thread in threads[:2]:
+    thread.start()
+  threads[1].join(20)
+  time.sleep(0.5)  # Process 0 counts a process after it has sent the first message.
+  Peers.meet(address, count, number, 20)
+  [error] = told(codes, capfd, status=2)
+  assert error.startswith(f"error: a process came to {address} {reason}")
+  threads[2].start()
+  for thread in threads:
+    thread.join(20)
+  gathered = at_once(lambda i: found[i].all_gather(i), range(3))
+  assert gathered == {i: [0, 1, 2] for i in range(3)}
+  at_once(lambda i: found[i].close(), range(3))
 
 
-def test_processes_that_disagree_on_their_number(codes, capfd):
-  address, counts = f"localhost:{free_port()}", [2, 3]
-  found = at_once(lambda i: Peers.meet(address, counts[i], i, 20), range(2))
-  assert "as number 1 of 3, but 2 are expected" in str(found[0])
-  assert told(codes, capfd) == [f"error: {found[0]}"]
+HELLOS = (
+  *(b"", b"\xff", b"[", b"[" * 50_000, b"{}", b"null", b"7", b'"12"', b"[1]"),
+  *(b"[1, 2, 3]", b'["1", "2"]', b"[null, 2]", b"[true, 2]", b"[0, 2]", b"[2, 2]"),
+  *(b"[-1, 2]", b"[1.0, 2]", b"x" * (5 << 20), None),
+)
+
+
+def test_what_is_no_hello_disturbs_nobody(monkeypatch):
+  monkeypatch.setattr(peers_lib, "_HELLO_S", 1.0)
+  port, found = free_port(), {}
+  waiting = threading.Thread(target=lambda: found.update(meet([0], 2, port=port)))
+  waiting.start()
+  for hello in HELLOS:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+      messages = queue.SimpleQueue()
+      if hello is not None:  # Else the stream stays silent.
+        messages.put(hello)
+      talk = channel.stream_stream("/diloco.Peers/Talk")
+      with pytest.raises(grpc.RpcError) as refused:
+        next(talk(iter(messages.get, None), wait_for_ready=True, timeout=60))
+      messages.put(None)
+      assert refused.value.code() in (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.CANCELLED,
+      )
+  found |= meet([1], 2, port=port)
+  waiting.join(30)
+  gathered = at_once(lambda i: found[i].all_gather(i), range(2))
+  assert gathered == {i: [0, 1] for i in range(2)}
+  at_once(lambda i: found[i].close(), range(2))
+
+
+@pytest.mark.parametrize(
+  ("address", "listens"),
+  [
+    ("localhost:7", "127.0.0.1:7"),
+    ("127.3.0.1:7", "127.3.0.1:7"),
+    ("[::1]:7", "[::1]:7"),
+    ("node03:7", "[::]:7"),
+    ("127.example.com:7", "[::]:7"),
+    ("10.0.0.1:7", "[::]:7"),
+    ("[fe80::1]:7", "[::]:7"),
+  ],
+)
+def test_loopback_stays_loopback(address, listens):
+  assert streams.listened(address) == listens
+
+
+def test_nobody_else_reaches_a_run_at_localhost():
+  port = free_port()
+  peers = meet(range(2), 2, port=port)
+  with pytest.raises(ConnectionRefusedError):
+    socket.create_connection(("127.0.0.2", port))  # An address of this machine.
+  at_once(lambda i: peers[i].close(), range(2))
 
 
 def test_a_port_scan_disturbs_nobody():
@@ -168,9 +240,12 @@ def initialize_with(monkeypatch, starts_jax) -> None:
   """Starts process 0 of 2; process 1 joins it, and `starts_jax` starts JAX."""
   monkeypatch.setattr(type(jax.config), "update", lambda *args: None)
   port, calls = free_port(), []
-  monkeypatch.setattr(
-    jax.distributed, "initialize", lambda *args, **kwargs: starts_jax(calls[0])
-  )
+
+  def initialize(address, *args, coordinator_bind_address, **kwargs):
+    assert coordinator_bind_address == address
+    starts_jax(calls[0])
+
+  monkeypatch.setattr(jax.distributed, "initialize", initialize)
   other = threading.Thread(target=lambda: calls.append(join(port, 1, 2)))
   other.start()
   monkeypatch.setattr(processes, "free_port", other.join)
