@@ -26,6 +26,7 @@ from diloco.mesh.sharding import FSDP, Leading
 from diloco.spec.call_text import parse
 from diloco.spec.fields import OuterConfig
 from diloco.spec.plugins import hint
+from diloco.util.command import meant
 from diloco.util.types import PyTree
 
 # A config that names an outer optimizer, or a transformation of optax.
@@ -217,9 +218,11 @@ def _make(
   factory = factory or getattr(optax, name, None)
   known = inspect.signature(factory).parameters if callable(factory) else {}
   if factory is None or "learning_rate" not in known:
+    near = hint(name) or meant(name, ("adam", "adamw", "lion", "muon", "sgd"))
     raise ConfigError(
       f"{field} is {text!r}, but optax has no optimizer {name} with a learning_rate;"
-      f" choose another, for example adamw, lion or muon{hint(name)}."
+      " choose another, for example adamw, lion, muon or sgd(momentum=0.9,"
+      f" nesterov=True){near}."
     )
   given = {"learning_rate": rate}
   if decay is not None:

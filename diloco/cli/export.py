@@ -24,7 +24,6 @@ from diloco.data import Tokenizer, load_tokenizer
 from diloco.errors import ConfigError
 from diloco.interop import load
 from diloco.model import registry
-from diloco.spec import plugins
 from diloco.util.command import as_path, guarded, make_folder, model_parser
 
 DILOCO = "diloco"  # The format that every architecture has.
@@ -50,8 +49,12 @@ def export(
   """
   m, tokenizer = model.config.model, load_tokenizer(model.config.data.tokenizer)
   formats = {DILOCO: write} | getattr(registry.get(m), "FORMATS", {})
-  field = f"model.name is {m.name} (docs/models.md), and --format"
-  plugins.check_name(field, format, formats)
+  if format not in formats:
+    known = ", ".join(formats)
+    raise ConfigError(
+      f"--format is {format!r}, but of an architecture with model.name={m.name} one can"
+      f" write {known}; docs/models.md has the architectures that other programs load."
+    )
   folder = make_output(output)
   return [folder / name for name in formats[format](model, tokenizer, folder, dtype)]
 

@@ -60,7 +60,9 @@ def _checked(field: str, value: Any, kind: Any) -> Any:
   """
   choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
   if choices and not (isinstance(value, str) and value in choices):
-    raise ConfigError(f"{field} is {value!r}; choose one of {', '.join(choices)}.")
+    near = meant(str(value), choices)
+    choose = f"choose one of {', '.join(choices)}{near}"
+    raise ConfigError(f"{field} is {value!r}; {choose}.")
   try:
     value = _converted(value, kind)
   except (OverflowError, TypeError, ValueError) as error:

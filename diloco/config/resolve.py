@@ -4,6 +4,7 @@ Every error is one sentence with the field, its value and the remedy.
 """
 
 import dataclasses
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -115,10 +116,11 @@ def plugins_of(v: Mapping[str, Any]) -> tuple[str, ...]:
     ConfigError: `plugins` are no names.
   """
   names = v.get("plugins", ())
-  if not isinstance(names, tuple | list) or not all(isinstance(x, str) for x in names):
-    raise ConfigError(f"plugins is {names!r}; give names, as ('sparta', 'my_module').")
+  is_text = isinstance(names, tuple | list) and all(isinstance(x, str) for x in names)
   # The flag --config.plugins=a,b sets ("a,b",).
-  given = [name for x in names for name in x.split(",") if name]
+  given = [name for x in names for name in x.split(",") if name] if is_text else [""]
+  if not all(re.fullmatch(r"[\w.-]+", name) for name in given):
+    raise ConfigError(f"plugins is {names!r}; give names, as ('sparta', 'my_module').")
   # Nobody need name a transport twice.
   given += {str(v.get("overlap.transport"))}.intersection(plugins.contrib())
   return tuple(dict.fromkeys(given))

@@ -28,7 +28,7 @@ from diloco.mesh.modes import plain_modes
 from diloco.spec import plugins, shapes
 from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line, optional
-from diloco.util.files import local_path, require_json
+from diloco.util.files import folders_with, local_path, require_json
 from diloco.util.types import PyTree
 
 # Files of an export, see diloco/cli/export.py.
@@ -88,9 +88,9 @@ def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
   found = steps_of(workdir)
   if not found:
     raise ConfigError(
-      f"workdir is {str(workdir)!r}, which holds no checkpoint yet; train with"
-      f" `python -m diloco.main --config=... --workdir={workdir}`, and see"
-      " checkpoint.every."
+      f"workdir is {str(workdir)!r}, which holds no checkpoint yet"
+      f"{folders_with('checkpoints', workdir)}; train with `python -m diloco.main"
+      f" --config=... --workdir={workdir}`, and see checkpoint.every."
     )
   if step is None:
     return found

@@ -78,8 +78,9 @@ def read(
   found = parts_of(folder)
   if not found or (not parts and found != [folder]):
     raise ConfigError(
-      f"{name} is {str(folder)!r}, which has no {metrics.FILE}; give the --workdir of"
-      " a run of diloco.main."
+      f"{name} is {str(folder)!r}, which has no {metrics.FILE}"
+      f"{files.folders_with(metrics.FILE, folder)}; give the --workdir of a run of"
+      " diloco.main."
     )
   return whole_config(found), [metrics.read_kinds(part, *kinds) for part in found]
 

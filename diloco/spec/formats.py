@@ -12,6 +12,7 @@ import re
 
 from diloco.errors import ConfigError
 from diloco.spec.plugins import FORMATS, hint
+from diloco.util.command import meant
 
 # Bytes per value of the plain formats, which have no scale.
 PLAIN = {"fp32": 4, "bf16": 2}
@@ -75,7 +76,8 @@ def parse_format(name: str) -> Format:
   known = "".join(f", {own}" for own in FORMATS)
   raise ConfigError(
     f"wire.format is {name!r}; choose fp32, bf16 or eXmY with 1 + X + Y from 2 to 8"
-    f" bits and X at least 1, for example e3m0, e2m1, e4m3fn{known}{hint(name)}."
+    f" bits and X at least 1, for example e3m0, e2m1, e4m3fn{known}"
+    f"{hint(name) or meant(name, ('fp32', 'bf16', 'e3m0', 'e4m3'))}."
   )
 
 

@@ -275,7 +275,7 @@ def check_name(field: str, name: str, known: Collection[str]) -> None:
     ConfigError: the name is unknown.
   """
   if name not in known:
-    near = hint(name) or meant(name, contrib())
+    near = hint(name) or meant(name, [*known, *contrib()])
     raise ConfigError(f"{field} is {name!r}; choose one of {', '.join(known)}{near}.")
 
 

@@ -120,19 +120,46 @@ class Parser(argparse.ArgumentParser):
     return [self, *(x for x in found if isinstance(x, argparse.ArgumentParser))]
 
 
+# {what people type, in small letters: names here, or the ends of names}.
+_TYPED = {
+  **{"h": "sync_every", "m": "replicas", "t": "train.steps", "lr": "learning_rate"},
+  **{"inner_lr": "inner.learning_rate", "outer_lr": "outer.learning_rate"},
+  **{"momentum": "outer.optimizer", "nesterov": "outer.optimizer sgd"},
+  **{"beta1": "inner.optimizer", "beta2": "inner.optimizer", "wd": "weight_decay"},
+  **{"bits": "wire.format", "precision": "model.dtype", "width": "model.dim"},
+  **{"d_model": "model.dim", "hidden_size": "model.dim", "dataset": "data.source"},
+  **{"bf16": "bfloat16 model.dtype", "fp32": "float32 model.dtype"},
+  **{"bfloat16": "bf16", "float32": "fp32", "fp4": "e3m0", "fp8": "e4m3"},
+  **{"top_k": "topk", "dp": "data_parallel", "ddp": "data_parallel"},
+}
+
+
 def meant(word: str, known: Iterable[str]) -> str:
   """Returns " (did you mean NAME?)" if known names are like the word, else "".
 
-  Names below the word go first, as train.steps for train, then the name that is spelled
-  almost like the word, then those whose last part is.
+  Names below the word go first, as train.steps for train, then those of its group and
+  those of any group whose last part is the word's or what the word usually means, then
+  the name that is spelled almost like the word, then those whose last part is.
   """
-  ends = {name: name.rpartition(".")[2].lstrip("-") for name in known}
-  last = word.rpartition(".")[2].lstrip("-")
+  plain = {name: name.lstrip("-").removeprefix("config.") for name in known}
+  word = word.lstrip("-").removeprefix("config.")
+  group, _, last = word.rpartition(".")
+  usual = [last, last.lower(), *_TYPED.get(last.lower(), "").split()]
+  ending = lambda end: [
+    name for name, x in plain.items() if f".{x}".endswith(f".{end}")
+  ]
+  closest = lambda word, ends: difflib.get_close_matches(word, ends, 1, cutoff=0.8)
+  attempts = (
+    [name for name, x in plain.items() if x.startswith(f"{word}.")],
+    [name for end in usual for name in ending(f"{group}.{end}") if group],
+    [name for end in usual for name in ending(end)],
+    [name for x in closest(word, plain.values()) for name in ending(x)],
+  )
+  ends = {name: x.rpartition(".")[2] for name, x in plain.items()}
   close = difflib.get_close_matches(last, ends.values(), 1)
-  found = [name for name in ends if name.startswith(f"{word}.")]
-  found = found or difflib.get_close_matches(word, ends, 1, cutoff=0.8)
+  found = next(filter(None, attempts), [])
   found = found or [name for name, end in ends.items() if [end] == close]
-  return f" (did you mean {' or '.join(found[:3])}?)" if found else ""
+  return f" (did you mean {' or '.join(dict.fromkeys(found[:3]))}?)" if found else ""
 
 
 def in_range(least: float, most: float = math.inf) -> Callable[[str], float]:

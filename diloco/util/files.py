@@ -41,6 +41,19 @@ def local_path(text: str | os.PathLike, name: str) -> pathlib.Path:
   return pathlib.Path(path)
 
 
+def folders_with(name: str, folder: pathlib.Path) -> str:
+  """Returns " (did you mean A or B?)" if folders in or around a folder have a file.
+
+  Args:
+    name: of the file or folder that is looked for.
+    folder: what the user gave; it lacks `name`.
+  """
+  around = [p for p in folder.absolute().parents[:2] if (p / name).exists()]
+  inside = (sorted(folder.glob(f"{'*/' * depth}{name}")) for depth in (1, 2))
+  found = around or [path.parent for path in next(filter(None, inside), [])]
+  return f" (did you mean {' or '.join(map(str, found[:3]))}?)" if found else ""
+
+
 def try_lock(file: IO) -> bool:
   """Locks an open file until all its descriptors close; False if another has it.
 

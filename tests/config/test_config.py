@@ -161,10 +161,10 @@ def test_an_empty_flag_is_an_empty_tuple():
 def test_an_unknown_field_is_refused_and_a_missing_one_has_its_default():
   c = make()
   with c.unlocked():
-    c.model.width = 3
+    c.model.colour = 3
   with pytest.raises(
     ConfigError,
-    match=r"model.width is 3, but there is no such field; diloco.main --print",
+    match=r"model.colour is 3, but there is no such field; diloco.main --print",
   ):
     resolve(c)
   c = make()
@@ -198,8 +198,8 @@ def test_a_resolved_config_is_typed_frozen_and_hashable():
 def test_changing_a_resolved_config_resolves_it_again():
   r = changed(resolve(make()), {"model.dim": 64, "overlap.alpha": 0.5})
   assert (r.model.dim, r.overlap.alpha, r.train.steps) == (64, 0.5, 200)
-  with pytest.raises(ConfigError, match=r"model.width is 3, but there is no such"):
-    changed(r, {"model.width": 3})
+  with pytest.raises(ConfigError, match=r"model.colour is 3, but there is no such"):
+    changed(r, {"model.colour": 3})
 
 
 def test_a_saved_config_is_read_back_and_missing_fields_take_their_defaults():

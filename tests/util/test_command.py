@@ -15,10 +15,22 @@ from diloco.util.command import meant
     ("train", "train.steps"),
     ("train.stesp", "train.steps"),
     ("nothing", ""),
+    # What people type.
+    ("--H", "--config.sync_every"),
+    ("T", "train.steps"),
+    ("lr", "inner.learning_rate or outer.learning_rate"),
+    ("outer.lr", "outer.learning_rate"),
+    ("inner_lr", "inner.learning_rate"),
+    ("outer.nesterov", "outer.optimizer or sgd"),
+    ("bf16", "bfloat16 or model.dtype"),
+    ("AdamW", "adamw"),
+    ("DDP", "data_parallel"),
   ],
 )
 def test_a_name_like_the_word_is_meant(word, meant_by_it):
-  known = ["train.steps", "profile.steps", "--chips", "seed"]
+  known = ["train.steps", "profile.steps", "--chips", "seed", "--config.sync_every"]
+  known += ["inner.learning_rate", "outer.learning_rate", "outer.optimizer", "sgd"]
+  known += ["adamw", "bfloat16", "model.dtype", "data_parallel"]
   asked = f" (did you mean {meant_by_it}?)"
   assert meant(word, known) == (asked if meant_by_it else "")
 

@@ -14,6 +14,7 @@ from diloco.data.files import list_files
 from diloco.data.prepare import prepare_data
 from diloco.errors import ConfigError
 from diloco.interop.load import load
+from diloco.log import workdir
 from diloco.tokenizer.tokenizer import load_tokenizer
 from diloco.tokenizer.vocabulary import split_folder
 from diloco.train import train
@@ -119,3 +120,17 @@ def test_the_trainer_refuses_an_address_before_it_makes_a_folder(tmp_path):
   assert ended.returncode == 2
   assert ended.stderr.startswith("error: --workdir is 'gs://b', an address; give")
   assert not list(tmp_path.iterdir())
+
+
+def test_runs_around_a_folder_are_named(tmp_path):
+  run = tmp_path / "group" / "run"
+  (run / "checkpoints" / "7").mkdir(parents=True)
+  (run / "metrics.jsonl").touch()
+  for given in (run.parent, tmp_path, run / "checkpoints", run / "checkpoints" / "7"):
+    with pytest.raises(ConfigError, match=rf"yet \(did you mean {run}\?\); train with"):
+      load(given)
+    with pytest.raises(ConfigError, match=rf"\(did you mean {run}\?\); give the --w"):
+      workdir.read(given, "step")
+  (tmp_path / "empty").mkdir()
+  with pytest.raises(ConfigError, match="holds no checkpoint yet; train with"):
+    load(tmp_path / "empty")
