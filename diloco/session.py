@@ -24,6 +24,7 @@ from diloco.interop.init import first_params
 from diloco.log import summary
 from diloco.log.log import Log
 from diloco.log.profile import Profile
+from diloco.log.workdir import check_own
 from diloco.mesh.devices import make_mesh
 from diloco.mesh.sharding import FSDP
 from diloco.model import attention
@@ -300,6 +301,7 @@ def open_session(
     raise ConfigError(f"overlap.transport is {name}, which needs {needs}.")
   check_all_meet(peers)
   check_same_program(c, peers)
+  check_own(workdir)
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(end_on_signal(peers))
     mesh = make_mesh(c)

@@ -292,9 +292,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--chips", type=command.in_range(2.0, 1e9), help=text)
   gbits = low.bandwidth / 1e9
   text = f"Gbit/s between replicas; default {gbits:g}"
-  add("--gbits", type=float, default=gbits, help=text)
+  add("--gbits", type=command.in_range(0.0), default=gbits, help=text)
   text = f"seconds of latency between replicas; default {low.latency:g}"
-  add("--latency", type=float, default=low.latency, help=text)
+  add("--latency", type=command.in_range(0.0), default=low.latency, help=text)
   return command.guarded(compare, parser.parse_args(argv))
 
 

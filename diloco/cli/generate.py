@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--prompt", default="", help="empty: begins a document")
   add = parser.add_argument
   add("--tokens", type=in_range(0), default=128, help="new tokens at most")
-  add("--temperature", type=in_range(0.0), default=0.8, help="0: greedy")
+  add("--temperature", type=in_range(0.0, 1e9), default=0.8, help="0: greedy")
   add("--top_k", type=in_range(0), default=0, help="0: all tokens")
   add("--seed", type=in_range(-(2**63), 2**63 - 1), default=0)
   return guarded(run, parser.parse_args(argv), mistakes=ConfigError)

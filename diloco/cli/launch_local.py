@@ -37,7 +37,9 @@ _GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*")
 def main() -> int:
   parser = Parser(description=__doc__)
   parser.add_argument("-n", type=in_range(1), required=True, help="number of processes")
-  parser.add_argument("--devices", type=int, default=0, help="CPU devices per process")
+  parser.add_argument(
+    "--devices", type=in_range(0), default=0, help="CPU devices per process"
+  )
   parser.add_argument("--sites", action="store_true", help="each process is a site")
   parser.add_argument("args", nargs="+", help="-- and arguments of diloco.main")
   options = parser.parse_args()

@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add, in_range = parser.add_argument, command.in_range
   pieces_lib.add_options(parser)
   text = "pieces, special ones included; default 32000"
-  add("--vocab_size", type=in_range(1), default=32_000, help=text)
+  add("--vocab_size", type=in_range(1, 10**7), default=32_000, help=text)
   add("--output", type=command.as_path, required=True, help=".model file to write")
   text = (
     "megabytes of text to train on, which SentencePiece keeps in memory; default 100"

@@ -119,7 +119,7 @@ def plugins_of(v: Mapping[str, Any]) -> tuple[str, ...]:
   is_text = isinstance(names, tuple | list) and all(isinstance(x, str) for x in names)
   # The flag --config.plugins=a,b sets ("a,b",).
   given = [name for x in names for name in x.split(",") if name] if is_text else [""]
-  if not all(re.fullmatch(r"[\w.-]+", name) for name in given):
+  if not all(re.fullmatch(r"[\w-]+(\.[\w-]+)*", name) for name in given):
     raise ConfigError(f"plugins is {names!r}; give names, as ('sparta', 'my_module').")
   # Nobody need name a transport twice.
   given += {str(v.get("overlap.transport"))}.intersection(plugins.contrib())

@@ -52,13 +52,18 @@ class Run:
     return max(self.loss, default=0)
 
 
-def read(folder: pathlib.Path, name: str) -> Run:
+def read(folder: pathlib.Path, name: str, flag: str = "WORKDIR") -> Run:
   """Reads a run.
+
+  Args:
+    folder: that of the run.
+    name: a short one, for `Run`.
+    flag: the flag or argument that gives the folder.
 
   Raises:
     ConfigError: the folder has no run, or this version cannot use the run's config.
   """
-  c, read_parts = workdir.read(folder, "step", "eval", "send", parts=True)
+  c, read_parts = workdir.read(folder, "step", "eval", "send", name=flag, parts=True)
   of = lambda kind: itertools.chain(*(found[kind] for found in read_parts))
   speeds = [found["step"][-1]["tokens_per_s"] for found in read_parts if found["step"]]
   return Run(
@@ -107,7 +112,7 @@ def names_of(folders: Sequence[pathlib.Path]) -> list[str]:
   """Returns the shortest ends of the paths that tell the folders apart."""
   paths = [folder.absolute().parts for folder in folders]
   for count in range(1, max(map(len, paths)) + 1):
-    names = ["/".join(parts[-count:]) for parts in paths]
+    names = [str(pathlib.Path(*parts[-count:])) for parts in paths]
     if len(set(names)) == len(names):
       return names
   raise ConfigError(f"WORKDIR {max(names, key=names.count)} is given twice.")

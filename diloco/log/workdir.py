@@ -41,6 +41,19 @@ def read_contents(folder: pathlib.Path) -> dict[str, str]:
   return files.read_json(folder / metrics.CONTENTS) or {}
 
 
+def check_own(folder: pathlib.Path) -> None:
+  """Refuses a folder whose config.json is not that of a run, which would replace it.
+
+  Raises:
+    ConfigError: the folder is an export, or another program's.
+  """
+  if (saved := read_config(folder)) and "algorithm" not in saved:
+    raise ConfigError(
+      f"--workdir is {str(folder)!r}, whose config.json is not that of a run, and"
+      " training would replace it; give another folder."
+    )
+
+
 def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   """Returns the config of a run, joined from those of its parts if it has several.
 

@@ -250,5 +250,5 @@ def check_rates(bandwidths: Sequence[float] | np.ndarray) -> np.ndarray:
   """
   rates = np.atleast_1d(np.asarray(bandwidths, np.float64))
   if not np.all(rates > 0):
-    raise ValueError(f"bandwidth is {bandwidths}, but must be above 0.")
+    raise ValueError(f"bandwidth is {rates.min():g} bit/s, but must be above 0.")
   return rates

@@ -109,6 +109,8 @@ class Parser(argparse.ArgumentParser):
     """Names what may be meant by a wrong choice, or else by the first unknown flag."""
     if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
       return meant(choice[1], re.findall(r"[\w.:-]+", choice[2]))
+    if not re.search(r"unrecognized|required", message):
+      return ""
     flags = [f for parser in self._parsers() for f in parser._option_string_actions]
     given = [word.partition("=")[0] for word in self._given if word.startswith("--")]
     return next((meant(flag, flags) for flag in given if flag not in flags), "")
@@ -207,7 +209,7 @@ def load_module(path: str, function: str, example: str) -> types.SimpleNamespace
     ConfigError: the file or the function does not exist, or the file has an error.
   """
   path = shipped.find(path)
-  if not pathlib.Path(path).is_file():
+  if not os.path.isfile(path):
     known = shipped.names(function)
     names = f", or one of these names: {', '.join(known)}" if known else ""
     near = meant(pathlib.Path(path).stem, known)

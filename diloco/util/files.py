@@ -13,6 +13,7 @@ from typing import IO, Any, BinaryIO
 
 from diloco.errors import ConfigError
 
+_LONGEST = 255  # Bytes of a name.
 # Some file systems know no locks, for example Lustre without the mount option flock.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
@@ -36,6 +37,8 @@ def local_path(text: str | os.PathLike, name: str) -> pathlib.Path:
     reason = f"but there is no such user; write ./{text} if that is a name"
   elif "\0" in path or path != path.encode(errors="replace").decode():
     reason = "which is no text in UTF-8; rename it, or give a link to it"
+  elif any(len(part.encode()) > _LONGEST for part in path.split("/")):
+    reason = f"with a name of more than {_LONGEST} bytes, which no file can have"
   if reason:
     raise ConfigError(f"{name} is {text!r}, {reason}.")
   return pathlib.Path(path)

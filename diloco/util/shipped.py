@@ -42,9 +42,9 @@ def find(path: str) -> str:
     candidates.append(folder("configs") / f"{stem}.py")
   if given.parts[:1] == ("diloco",):
     candidates.append(PACKAGE.parent / given)
-  if given.is_file():
+  if os.path.isfile(path):  # Unlike pathlib, it takes names that are too long.
     return path
-  return next((str(file) for file in candidates if file.is_file()), path)
+  return next((str(file) for file in candidates if os.path.isfile(file)), path)
 
 
 def names(function: str) -> list[str]:

@@ -183,7 +183,7 @@ def test_the_command_writes_the_picture(two, tmp_path, capsys):
   ("args", "message"),
   [
     (["{0}", "{0}"], "is given twice"),
-    (["{0}/none"], "has no metrics.jsonl; give the --workdir"),
+    (["{0}/none"], "has no metrics.jsonl (did you mean"),
     (["{0}", "--out=x.what"], "--out is 'x.what'; give a file such as compare.png"),
     (["{0}", "--out={0}/a.png"], "a.png'; give a file such as compare.png"),
     (["{0}", "--gbits=0"], "bandwidth is 0.0, but must be above 0"),

@@ -80,7 +80,7 @@ def test_missing_flags_and_flags_in_the_wrong_order():
   assert "before a value for --config" in sentence("--config.sync_every=3", SAMPLE)
 
 
-@pytest.mark.parametrize("path", ["none.py", "none.py:1B", ".", ""])
+@pytest.mark.parametrize("path", ["none.py", "none.py:1B", ".", "", "x" * 300])
 @pytest.mark.parametrize("more", [(), ("--config.sync_every=3",)])
 def test_a_config_file_that_does_not_exist(path, more):
   said = f"there is no file {path.partition(':')[0]}; give for example"
@@ -308,6 +308,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
     ),
     ("-m diloco.cli.sweep --results=/tmp --foo", "unrecognized arguments: --foo"),
     ("-m diloco.aot --config=none.py --topology=v5e", "there is no file none.py"),
+    ("-m diloco tune --config=sample --seconds=nan", "--seconds is nan; give a finite"),
     (
       "-m diloco.data.prepare.prepare_data --source=sotu",
       "the following arg",

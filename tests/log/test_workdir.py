@@ -8,6 +8,7 @@ from diloco.config import changed, complete, resolve
 from diloco.contrib.sites.calendar import as_all, config_of
 from diloco.errors import ConfigError
 from diloco.log import workdir
+from diloco.train import train
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 100])
@@ -32,6 +33,14 @@ def test_a_folder_without_a_config_is_refused(tiny, tmp_path):
   tiny.seed = 3
   write(tmp_path, "config.json", resolve(tiny).to_dict())
   assert workdir.whole_config([tmp_path]).seed == 3
+
+
+def test_training_does_not_replace_a_config_of_another_program(tiny, tmp_path):
+  write(tmp_path, "config.json", {"model_type": "qwen3"})
+  with pytest.raises(ConfigError, match=r"whose config\.json is not that of a run"):
+    train(tiny, tmp_path)
+  write(tmp_path, "config.json", resolve(tiny).to_dict())  # As a sweep does.
+  workdir.check_own(tmp_path)
 
 
 def test_the_configs_of_sites_make_that_of_the_run(tiny, tmp_path):

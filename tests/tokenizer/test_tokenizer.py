@@ -145,7 +145,7 @@ def test_rare_spaces_and_line_ends_come_back(tmp_path):
     ("\n \n", [], "which has no text in the split 'all'"),
     ("a few words", [], "--vocab_size is 32000, but the text gives at most"),
     ("a few words", ["--vocab_size=9"], "--vocab_size is 9, but the text needs at"),
-    ("a few words", ["--vocab_size=0"], "argument --vocab_size: 0; give 1 to inf"),
+    ("a few words", ["--vocab_size=0"], "argument --vocab_size: 0; give 1 to 1e+07"),
     ("a few words", ["--output=out"], "give the name of a file that ends in .model"),
   ],
 )

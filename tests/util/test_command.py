@@ -2,6 +2,7 @@
 
 import pytest
 
+from diloco.cli import compare, generate, launch_local, train_tokenizer
 from diloco.simulate import __main__ as simulate
 from diloco.sweep import job
 from diloco.util.command import meant
@@ -46,6 +47,8 @@ def test_a_name_like_the_word_is_meant(word, meant_by_it):
       " --out, name (did you mean --out?) (see --help)\n",
     ),
     (job.main, "", "required: RUN (see --help)\n"),
+    # An unknown flag is not what is wrong here.
+    (simulate.main, "memory --layers=x --config.layers=3", "12 digits (see --help)\n"),
   ],
 )
 def test_a_wrong_flag_or_command_gets_a_suggestion(main, args, end, capsys):
@@ -54,3 +57,20 @@ def test_a_wrong_flag_or_command_gets_a_suggestion(main, args, end, capsys):
   error = capsys.readouterr().err
   assert error.startswith("error: ")
   assert error.endswith(end)
+
+
+@pytest.mark.parametrize(
+  ("main", "args"),
+  [
+    (compare.main, "run --gbits=inf"),
+    (compare.main, "run --latency=inf"),
+    (generate.main, "--workdir=run --temperature=1e300"),
+    (launch_local.main, "-n 2 --devices=-1 -- --config=sample"),
+    (train_tokenizer.main, "--source=sotu --output=x.model --vocab_size=99999999999"),
+  ],
+)
+def test_an_impossible_number_is_refused(main, args, monkeypatch, capsys):
+  monkeypatch.setattr("sys.argv", ["program", *args.split()])
+  with pytest.raises(SystemExit, match="2"):
+    main()
+  assert "; give " in capsys.readouterr().err

@@ -39,6 +39,7 @@ def home(tmp_path, monkeypatch):
     ("~nobody-of-this-name/run", "but there is no such user; write ./~nobody-of-"),
     ("/tmp/\udcff/run", "which is no text in UTF-8; rename it"),
     ("/tmp/a\0b", "which is no text in UTF-8"),
+    pytest.param("/tmp/" + "x" * 256, "with a name of more than 255 bytes", id="long"),
   ],
 )
 def test_a_path_that_can_be_none_of_this_machine(path, said, tiny):

@@ -233,6 +233,8 @@ def plan(args: Args) -> Answer:
     found = [timed(row, curve, args["target"]) for row in found]
   kept = found if "all" in args else efficient(found)
   best = recommended(found)
+  if best and "target" in args and best.hours_to_target is None:
+    best = None  # No row reaches the target.
   return {"rows": kept, "recommended": best}, show(kept, best, args)
 
 
@@ -278,7 +280,7 @@ def held_out(args: Args) -> list[tuple[float, float]]:
 
   if "curve" not in args:
     raise ConfigError("--target needs --curve, the folder of a data-parallel run.")
-  run = read_run.read(args["curve"], "curve")
+  run = read_run.read(args["curve"], "curve", "--curve")
   if run.config.algorithm != "data_parallel" or len(run.held_out) < 2:
     raise ConfigError(
       f"--curve is {args['curve']}, a run of {run.config.algorithm} with"
@@ -324,6 +326,9 @@ def show(rows: Sequence[Row], best: Row | None, args: Args) -> str:
         f"{'never' if r.hours_to_target is None else f'{r.hours_to_target:.4g}':>11}"
       )
     lines.append(f"{line}  {r.note}".rstrip())
+  if best is None and has_target:
+    why = f"no setting reaches {args['target']:g}"
+    return "\n".join([*lines, f"recommended  none: {why}; raise --target."])
   if best is None:
     why = f"no setting keeps the replicas busy for {ENOUGH:.0%} of the time"
     return "\n".join([*lines, f"recommended  none: {why}; raise --gbits, or H."])

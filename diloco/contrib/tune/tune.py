@@ -196,6 +196,8 @@ def measure(
 
 def main(_: list[str]) -> None:
   c, devices = resolve(_CONFIG.value), jax.devices()
+  if not math.isfinite(_SECONDS.value):
+    raise ConfigError(f"--seconds is {_SECONDS.value}; give a finite number.")
   out = sys.stderr if _FLAGS.value else None
   attention.check(c.model, devices[0].device_kind)
   groups = list(candidates(c, devices))

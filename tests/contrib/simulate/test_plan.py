@@ -211,11 +211,18 @@ def test_the_recommended_flags_can_be_typed(capsys, sample):
   assert c.sync_every in plan.H
 
 
+def test_a_target_that_no_setting_reaches_is_told(capsys, monkeypatch):
+  monkeypatch.setattr(plan, "held_out", lambda args: [(0.5, 8.0), (1.0, 4.0)])
+  last = run(capsys, *SAMPLE, "--gbits=1", "--target=3").splitlines()[-1]
+  assert last == "recommended  none: no setting reaches 3; raise --target."
+
+
 @pytest.mark.parametrize(
   ("args", "error"),
   [
     (["--gbits=1", "--step_time=1"], "--config is missing; plan needs one"),
     ([*SAMPLE, "--gbits=1", "--target=4"], "--target needs --curve, the folder"),
+    ([*SAMPLE, "--gbits=1", "--curve=/etc", "--target=4"], "--curve is '/etc', which"),
     ([*SAMPLE, "--gbits=1", "--curve=/etc"], "--curve is only for --target; give"),
     ([*SAMPLE, "--gbits=1", "--replicas=2,0"], "replicas is 0; it must be at least 1"),
     ([*SAMPLE, "--gbits=1", "--replicas=3"], "batch_size is 4, which replicas * train"),
