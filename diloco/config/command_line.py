@@ -152,8 +152,12 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
       known += [f"--config.{field}" for field in fields]
     text = f"there is no flag {flag}{meant(flag, known)}; see --help."
     raise ConfigError(text) from error
+  except ConfigError:
+    raise
   except UnicodeError as error:
     raise ConfigError("--flagfile names a file that is no text in UTF-8.") from error
+  except ValueError as error:  # Of absl's own flags, such as --stderrthreshold.
+    raise ConfigError(f"{error} (see --help)") from error
   except flags.Error as error:
     text = str(error).removeprefix("ERROR:: ")
     missing = re.findall(r"Flag (--\w+) must have a value other than None", text)
@@ -180,7 +184,7 @@ def _take_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
   """
   files, fields = list[str](), list[tuple[str, str]]()
   for word, after in zip(argv, [*argv[1:], ""]):
-    flag = re.fullmatch(r"--?(?:no)?config(\.[^=]+)?(=.*)?", word, re.DOTALL)
+    flag = re.fullmatch(r"--?(?:no)?config(\.[^=]*)?(=.*)?", word, re.DOTALL)
     if flag:
       value = after if flag[2] is None else flag[2][1:]
       fields += [(flag[1][1:], value)] if flag[1] else []

@@ -67,6 +67,7 @@ def sentence(*args: str, workdir: tuple[str, ...] = ("--workdir=/tmp",)) -> str:
     ("steps=5", r"mean --config.train.steps or --config.profile.steps\?"),
     ("outer.learning_rte=5", r"mean --config.outer.learning_rate\?"),
     ("xyzzy", "there is no flag --xyzzy; see --help"),
+    ("config.=1", "--config. is no field"),
   ],
 )
 def test_a_wrong_flag_is_named_with_the_remedy(arg, said):
@@ -350,6 +351,7 @@ def test_the_trainer_ends_with_one_sentence(tmp_path):
     (("configs/sample.py", "word"), "error: word is given besides the flags; write"),
     (("configs/sample.py",), "error: --workdir is "),
     (("configs/sample.py", "--flagfile=/none/such"), "error: Unable to open flagfile"),
+    (("configs/sample.py", "--stderrthreshold=x"), "error: --stderrthreshold must be"),
     (("configs/sample.py", "--config.overlap.tau=99"), "error: overlap.tau is 99, but"),
   ):
     flag = f"--workdir={tmp_path}/file"

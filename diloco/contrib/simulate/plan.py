@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diloco.config import Config, changed
+from diloco.config import Config, changed, resolve
 from diloco.config.comparable import basis, differing, model_fields
 from diloco.errors import ConfigError
 from diloco.simulate.arguments import Answer, Args, workload
@@ -186,8 +186,8 @@ def settings(c: Config, replicas: Sequence[int]) -> Iterator[Config]:
     fields: dict[str, Any] = {"replicas": m, "sync_every": h, "wire.format": name}
     fields |= {"algorithm": "streaming", "overlap.tau": tau, "overlap.taus": ()}
     try:
-      yield changed(c, fields)
-    except ConfigError:  # For example a tau that is longer than a round.
+      yield resolve(changed(c, fields))
+    except ConfigError:  # For example a tau longer than a round, or H than the run.
       continue
 
 

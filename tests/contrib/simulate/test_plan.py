@@ -211,6 +211,12 @@ def test_the_recommended_flags_can_be_typed(capsys, sample):
   assert c.sync_every in plan.H
 
 
+def test_rounds_are_no_longer_than_the_run(sample):
+  short = changed(sample, {"train.steps": 40, "inner.warmup_steps": 9})
+  found = {x.sync_every for x in plan.settings(short, ()) if not x.one_model}
+  assert found == {5, 10}  # With H = 30, the last fragment is first sent at step 54.
+
+
 def test_a_target_that_no_setting_reaches_is_told(capsys, monkeypatch):
   monkeypatch.setattr(plan, "held_out", lambda args: [(0.5, 8.0), (1.0, 4.0)])
   last = run(capsys, *SAMPLE, "--gbits=1", "--target=3").splitlines()[-1]
