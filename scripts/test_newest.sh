@@ -2,13 +2,13 @@
 # Tests with the newest libraries that pyproject.toml allows, in a fresh environment, and
 # measures coverage, which slows down Python 3.11 more than newer ones.
 #
-#   scripts/test_newest.sh                            # python3.13, or else python3.12
+#   scripts/test_newest.sh                            # the newest of 3.14, 3.13, 3.12
 #   scripts/test_newest.sh python3.12 tests/model -x  # a Python, arguments for pytest
 #
 # A DeprecationWarning that a module of diloco causes is an error.
 set -euo pipefail
 
-pythons=(python3.13 python3.12)
+pythons=(python3.14 python3.13 python3.12)
 if [[ ${1:-} == *python3* ]]; then
   pythons=("$1")
   shift

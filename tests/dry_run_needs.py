@@ -10,6 +10,6 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 needs_cuda_plugin = pytest.mark.skipif(
-  importlib.util.find_spec("jax_cuda12_plugin") is None,
+  not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
   reason="JAX's CUDA plugin is not installed (pip install 'jax[cuda12-local]')",
 )

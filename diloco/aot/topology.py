@@ -80,7 +80,8 @@ def describe(topology: str, slices: int = 1) -> list[jax.Device]:
 
 
 def _describe_nodes(chip: str, gpus: str, nodes: int) -> list[jax.Device]:
-  if importlib.util.find_spec("jax_cuda12_plugin") is None:
+  plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+  if not any(map(importlib.util.find_spec, plugins)):
     raise ConfigError(
       "the dry run for GPUs needs JAX's CUDA plugin: pip install 'jax[cuda12-local]',"
       " or '.[gpu-aot]' from a clone."

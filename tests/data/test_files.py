@@ -206,10 +206,10 @@ def test_a_file_without_permission_is_named(tiny, tmp_path, monkeypatch):
 
   opened = pathlib.Path.open
 
-  def refuse(path, mode):
+  def refuse(path, *args, **kwargs):
     if path.suffix == ".jsonl":
       raise PermissionError(13, "Permission denied", str(path))
-    return opened(path, mode)
+    return opened(path, *args, **kwargs)
 
   monkeypatch.setattr(pathlib.Path, "open", refuse)
   with pytest.raises(
