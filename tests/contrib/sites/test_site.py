@@ -57,7 +57,8 @@ class Link:
     self.sent[number] = data, fields
 
   def wait_until(self, number, stopping):
-    assert number < self.forgotten + self.calendar.room, "a link waits for room"
+    forgotten = max(self.forgotten, self.base)
+    assert number < forgotten + self.calendar.room, "a link waits for room"
     while self.published and number >= self.newest()[0]:
       self.rounds.append(self.published.pop(0))
     assert stopping() or number < self.newest()[0], f"round {number} never closes"
