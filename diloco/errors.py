@@ -1,7 +1,7 @@
 """What a command tells about an error, and the exit status: one rule for all commands.
 
 Exit status 2 means that a person must mend something. Status 1 means that the cause may
-pass: who starts the same command again, such as systemd or `keep_running`, does right.
+pass: systemd or a scheduler may start the same command again.
 """
 
 import errno
