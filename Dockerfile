@@ -13,6 +13,7 @@ WORKDIR /diloco
 COPY pyproject.toml README.md LICENSE ./
 COPY configs configs
 COPY scripts/launchers scripts/launchers
+COPY docs/ladder.csv docs/ladder.csv
 COPY diloco diloco
 RUN pip install --no-cache-dir ".[${EXTRA}]"
 WORKDIR /

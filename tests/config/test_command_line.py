@@ -112,7 +112,7 @@ def test_a_file_may_leave_fields_out_and_flags_may_lie_in_a_file(made, tmp_path)
   for given, said in (
     (f"--config={path}\n--config.wire.density=0.5", "wire.density = 0.5 (default 0.1)"),
     ("--config=sample\n--config.sync_every=5", "sync_every = 5 (default 100)"),
-    (f"--config={path}\n--config.plugins=eager,sparta", "sparta.every = 1"),
+    (f"--config={path}\n--config.plugins=fedpart,sparta", "sparta.every = 1"),
   ):
     flag_file.write_text(given)
     values, argv = flags.FlagValues(), ["program", f"--flagfile={flag_file}"]

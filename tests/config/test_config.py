@@ -277,7 +277,7 @@ def test_a_saved_field_that_a_plug_in_replaced_is_read_at_its_default_only():
   with pytest.raises(ConfigError, match=r"fedpart is True, .*; now it is fedpart.on"):
     complete(saved)
   saved["plugins"] = ("eager",)
-  with pytest.raises(ConfigError, match=r"names 'eager', but .*; eager was removed: "):
+  with pytest.raises(ConfigError, match="names 'eager'; eager was removed: "):
     complete(saved)
 
 

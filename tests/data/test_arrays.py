@@ -168,13 +168,13 @@ def test_a_folder_without_permission_is_refused(tiny, folder, monkeypatch):
   [
     ("arrays:{}/a", "which is one split; give arrays:{}, and set data.train_split"),
     ("arrays:{}/a/ends.npy", "manifest.json does not exist; run `python"),
-    ("arrays:{}", "train/manifest.json does not exist; run `python"),
+    ("arrays:{}", "b/manifest.json does not exist; run `python"),
   ],
 )
 def test_a_source_that_is_not_the_folder_of_the_splits_is_refused(
   tiny, folder, source, message
 ):
-  tiny.data.source = source.format(folder.parent)
+  tiny.data.source, tiny.data.train_split = source.format(folder.parent), "b"
   with pytest.raises(ConfigError) as error:
     config_lib.resolve(tiny)
   assert message.format(folder.parent) in str(error.value)

@@ -174,7 +174,9 @@ def test_two_slices_of_two_hosts_train_one_run(cloud, tmp_path):
   assert 0 < saved < 300
   must(*run)
   await_that((workdir / "summary.json").is_file)
-  assert f"Going on from the checkpoint of step {saved}." in must("log")
+  logs = [path.read_text() for path in hosts.glob("pod-*/pod.log")]
+  assert f"Going on from the checkpoint of step {saved}." in "".join(logs)
+  assert any(log.splitlines()[-1] in must("log") for log in logs)
   assert json.loads((workdir / "summary.json").read_text())["steps"] == 300
   steps = [record["step"] for record in metrics.read(workdir, "step")]
   assert steps == list(range(1, 301))

@@ -155,7 +155,7 @@ def test_table_6(monkeypatch):
     ({"tau": 100}, "tau is 100, but sync_every is 100"),
     ({"fragment_size": 25}, "fragments.size is 25, but the model has 24 layers"),
     ({"method": "ring"}, "method is 'ring', but must be one of data_parallel"),
-    ({"link": "tcp"}, "link is 'tcp', but must be one of ideal, nccl, gloo, sites"),
+    ({"link": "tcp"}, "link is 'tcp', but must be one of ideal, nccl, gloo"),
     ({"bits": 0}, "bits is 0, but must be above 0 and at most 64"),
     ({"latency": math.nan}, "latency is nan, but must be at least 0"),
     ({"step_time": math.nan}, "step_time is nan, but must be above 0"),
