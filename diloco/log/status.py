@@ -41,7 +41,10 @@ def heading(config: dict[str, Any]) -> str:
   """Describes a config in a few words."""
   if not config:
     return "config not known, because there is no config.json"
-  return title(types.SimpleNamespace(**config))
+  try:
+    return title(types.SimpleNamespace(**config))
+  except AttributeError:
+    return "config not known, because config.json is not that of a run"
 
 
 def progress(count: int, total: int | None) -> str:

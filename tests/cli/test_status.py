@@ -191,6 +191,13 @@ def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
   assert "but there is no such folder." in capsys.readouterr().err
 
 
+def test_the_config_of_another_program_is_no_config_of_a_run(tmp_path):
+  (tmp_path / "config.json").write_text('{"algorithm": "other"}')
+  (tmp_path / "metrics.jsonl").touch()
+  title, *_ = status.lines(tmp_path, NOW)
+  assert title.endswith("config not known, because config.json is not that of a run")
+
+
 def test_a_run_that_compiles_has_no_step_yet(tmp_path, config):
   write(tmp_path, [], config=config)
   (tmp_path / "metrics.jsonl").unlink()
