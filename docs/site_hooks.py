@@ -4,9 +4,11 @@
 
 The documents are written for GitHub: links lead to any file of the repository, and a
 list is indented by the width of its marker. mkdocs knows only links within docs/, and
-Python-Markdown wants four spaces. Everything that a link names must exist.
+Python-Markdown wants four spaces. Everything that a link names must exist. A line
+`<!-- table: FILE.csv column ... -->` becomes the rows of the file.
 """
 
+import csv
 import html
 import logging
 import pathlib
@@ -90,8 +92,27 @@ def on_page_markdown(
       return text if path.name in text else f"{text} (`{path}`)"
     return f"[{text}]({site or target}{anchor})"
 
+  markdown = re.sub(r"<!-- table: (.*?) -->", lambda m: table(m[1], source), markdown)
   text = re.sub(r"\[([^\[\]]*)\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)", rewritten, markdown)
   return indent_lists(text)
+
+
+def table(words: str, source: str) -> str:
+  """Formats columns of a CSV file as a Markdown table.
+
+  Args:
+    words: `FILE column column ...`; the file is relative to the document.
+    source: the document, relative to the repository.
+  """
+  name, *columns = words.split()
+  with ((ROOT / source).parent / name).open(newline="") as file:
+    rows = [[row[column] for column in columns] for row in csv.DictReader(file)]
+  code = columns.index("command") if "command" in columns else -1
+  lines = [columns, ["---"] * len(columns)]
+  for row in rows:
+    cells = [f"`{x}`" if i == code and x else _cell(x) for i, x in enumerate(row)]
+    lines.append(cells)
+  return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def site_link(target: str, source: pathlib.Path, repository: str) -> str | None:

@@ -1,5 +1,6 @@
 """The site of documents: links and lists of GitHub become those of mkdocs."""
 
+import csv
 import pathlib
 import re
 import sys
@@ -94,3 +95,15 @@ def test_the_page_has_a_row_per_field_and_no_raw_html():
   assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
   assert "<name>" not in page
   assert page.count("\n## ") == len(groups)
+
+
+def test_a_table_of_a_file_has_its_rows_and_code_in_commands():
+  text = "<!-- table: claims.csv verdict claim command -->"
+  page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="claims.md"))
+  head, _, *rows = site_hooks.on_page_markdown(text, page, None, None).splitlines()
+  assert head == "| verdict | claim | command |"
+  with (ROOT / "docs" / "claims.csv").open() as file:
+    claims = [*csv.DictReader(file)]
+  assert len(rows) == len(claims)
+  assert rows[0].startswith("| contradicted | ")
+  assert f"`{claims[0]['command']}`" in rows[0]

@@ -7,9 +7,9 @@
 
 The runs are those of configs/ablations.py, accuracies.py and ladder.py; finished runs
 are not run again, and Ctrl-C saves the others. At the end, and with --report at any
-time, OUT/reproduced.md has all tables, figures and verdicts. Give the same --seeds,
---only, --text and --items each time. --computed prints the claims that need no
-training.
+time, OUT/reproduced.md has all tables, figures and verdicts, and OUT/claims.csv the
+verdicts alone. Give the same --seeds, --only, --text and --items each time. --computed
+prints the claims that need no training.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from diloco.util.command import (
   make_folder,
 )
 
-PAGE = "reproduced.md"
+PAGE, CLAIMS_TABLE = "reproduced.md", "claims.csv"
 SCORED = "accuracies"  # The config file of the runs that answer --items.
 # Every figure, table and section of both papers, and the command that answers it.
 ITEMS = shipped.PACKAGE / "reproduce" / "items.csv"
@@ -160,6 +160,8 @@ def report(
     return sum(seconds.get(row["name"], 0.0) for row in driver.asked([*some])) / 3600
 
   claims = computed.rows() + claim.rows(CLAIMS, tables, cells, hours)
+  with files.replacing(args.out / CLAIMS_TABLE) as file:
+    file.write(claim.table(claims).to_csv(index=False).encode())
   items = pd.read_csv(ITEMS, dtype=str, keep_default_na=False).to_dict("list")
   parts = {
     "counts": claim.counts(claims),

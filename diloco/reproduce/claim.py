@@ -22,7 +22,7 @@ Row = dict[str, str]
 
 LADDER = "ladder"  # The name of the ladder beside those of the ablations.
 
-SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown at this scale", "contradicted"
+SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "undecided", "contradicted"
 NO_RUNS, MISSING, FAILED = "no runs yet", "runs are missing", "runs have failed"
 # The intervals contain the true mean with this probability.
 CONFIDENCE = 0.9
@@ -156,6 +156,18 @@ def rows(
     own = (claim.text, claim.source, "trained", claim.paper, here, command)
     found.append(dict(zip(COLUMNS, (*own, f"{cost:.2f} h", decided))))
   return found
+
+
+def table(found: Sequence[Row]) -> pd.DataFrame:
+  """Returns the claims as docs/claims.csv has them: the contradicted ones first."""
+  claims = pd.DataFrame(found, columns=["verdict", *COLUMNS[:-1], "choice"]).fillna("")
+  last = {
+    SHOWN: 3,
+    NOT_SHOWN: 2,
+    CONTRADICTED: 0,
+  }  # Between: a paper disagrees with itself.
+  rank = claims["verdict"].map(lambda verdict: last.get(verdict, 1))
+  return claims.loc[rank.sort_values(kind="stable").index]
 
 
 def lines(found: Sequence[Row]) -> list[str]:

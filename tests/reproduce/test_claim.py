@@ -21,13 +21,13 @@ def claim_of(column="loss", **bounds):
   [
     ([1.0, 1.1, 1.2], 0, math.inf, "shown"),
     ([-1.0, -1.1, -1.2], 0, math.inf, "contradicted"),
-    ([-1.0, 0.1, 1.2], 0, math.inf, "not shown at this scale"),
+    ([-1.0, 0.1, 1.2], 0, math.inf, "undecided"),
     ([0.1, 0.11, 0.12], -math.inf, 0.2, "shown"),
-    ([0.1, 0.2, 0.4], -math.inf, 0.2, "not shown at this scale"),
+    ([0.1, 0.2, 0.4], -math.inf, 0.2, "undecided"),
     ([0.5, 0.51, 0.52], -math.inf, 0.2, "contradicted"),
-    ([0.0, 0.0, 0.0], 0, math.inf, "not shown at this scale"),
+    ([0.0, 0.0, 0.0], 0, math.inf, "undecided"),
     ([0.0, 0.0, 0.0], -1, 1, "shown"),
-    ([5.0], 0, math.inf, "not shown at this scale"),
+    ([5.0], 0, math.inf, "undecided"),
     ([], 0, math.inf, "no runs yet"),
   ],
 )
@@ -38,12 +38,12 @@ def test_a_verdict_needs_the_whole_interval(values, low, high, verdict):
 @pytest.mark.parametrize(
   ("values", "verdict"),
   [
-    ([100.0, 0.0, 100.0], "not shown at this scale"),
+    ([100.0, 0.0, 100.0], "undecided"),
     ([100.0, 10.0, 100.0], "shown"),
     ([100.0, 100.0, 100.0], "shown"),
-    ([0.0, 0.0, 0.0], "not shown at this scale"),
+    ([0.0, 0.0, 0.0], "undecided"),
     ([-50.0, -75.0, -50.0], "contradicted"),
-    ([100.0], "not shown at this scale"),
+    ([100.0], "undecided"),
   ],
 )
 def test_for_a_best_rate_all_seeds_must_agree(values, verdict):
@@ -53,7 +53,7 @@ def test_for_a_best_rate_all_seeds_must_agree(values, verdict):
 def test_an_accuracy_has_an_interval_as_a_loss_has():
   own = claim_of("accuracy", low=0)
   assert claim.verdict(own, [1.0, 1.1, 1.2]) == "shown"
-  assert claim.verdict(own, [0.1, 5.0, 0.1]) == "not shown at this scale"
+  assert claim.verdict(own, [0.1, 5.0, 0.1]) == "undecided"
 
 
 def test_the_interval_contains_the_true_mean_in_nine_of_ten_cases():

@@ -80,10 +80,3 @@ def test_the_command_exists(command):
   for word in words:
     if word.startswith(("configs/", "docs/")):
       assert (ROOT / word).is_file()
-
-
-def test_the_page_has_every_item():
-  page = (ROOT / "docs" / "reproduced.md").read_text()
-  for row in ROWS:
-    cells = row | {"command": f"`{row['command']}`"}
-    assert f"| {' | '.join(cells.values())} |" in page

@@ -171,7 +171,7 @@ def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
   claim = "M=2 does better relative to data-parallel at the largest N"
   row = next(line for line in page.splitlines() if line.startswith(f"| {claim} |"))
   assert "| +0.00 points [+0.00, +0.00], 2 seeds; shown if below 0 points |" in row
-  assert row.endswith(" h | not shown at this scale |")
+  assert row.endswith(" h | undecided |")
   assert "| DiLoCo, M=4 | 1081 | 2 | 5.1500 ± 0.0707 | +0.00 ± 0.00 |" in page
 
 

@@ -14,7 +14,7 @@ else the smallest loss among those that reach a utilisation of 0.95.
 
 Time comes from the simulator (`steady.py`). The loss comes from measurements: those of
 `plan.csv` for N, M and H, interpolated over their logarithms, and `LATE` for tau. E3M0
-and float32 count as equal (+0.1 ± 0.3% in docs/reproduced.md). The note of a row says
+and float32 count as equal (+0.1 ± 0.3% in docs/claims.csv). The note of a row says
 what was not measured. A size whose runs all have another M is left out. Above the
 largest measured M or H the line through the last two goes on; beyond the other ends the
 nearest value counts.
@@ -54,7 +54,7 @@ FORMATS = ("e3m0", "fp32")
 ENOUGH = 0.95
 SMALL = 35e6  # The papers' smallest N.
 # {alpha: (tau, per cent above tau = 1 and alpha = 0, half of the 90% interval)}: 0.14M
-# parameters, M = 2, H = 30, three seeds (docs/reproduced.md, ablation tau).
+# parameters, M = 2, H = 30, three seeds (docs/claims.csv, ablation tau).
 LATE = {
   0.0: ((1, 0, 0), (2, 0.08, 0.29), (5, 0.21, 0.22), (10, 1.25, 0.11)),
   0.5: ((1, 0.45, 0.5), (2, 0.54, 0.25), (5, 0.66, 0.25), (10, 0.95, 0.38)),
