@@ -16,7 +16,7 @@ def get_config():
   c.sync_every = 10
   c.fragments.size = 1
   c.overlap.tau = 1
-  # Momentum, rates and batch belong together: docs/tuning.md.
+  # Momentum, rates and batch belong together: docs/settings.md.
   c.outer.optimizer = "sgd(momentum=0.8, nesterov=True)"
   c.outer.learning_rate = 0.35
 

@@ -1,4 +1,4 @@
-"""The run of scripts/experiments/wan_bench.py, which measures slow links (docs/wan.md).
+"""The run of scripts/experiments/wan_bench.py, which measures links (docs/links.md).
 
 The model has 2.2M parameters: four blocks, and an embedding about as large as a block.
 A step has few tokens, so that on CPU cores it takes about as long as an exchange.

@@ -11,7 +11,7 @@ lists them); a text after a colon is the config's argument. --config.FIELD=VALUE
 a field. --print_config prints every field with its value, limits and meaning.
 
 Several processes train together if each is started with --coordinator, --num_processes
-and --process_id, or with --distributed=auto; see docs/cluster.md.
+and --process_id, or with --distributed=auto; see docs/machines.md.
 """
 
 import sys

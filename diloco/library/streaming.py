@@ -216,7 +216,7 @@ def streaming(
     mesh: devices with the axes `replica` and `fsdp`, from `diloco.replica_mesh`. None:
       the mesh or the one device on which params_M lies.
     transport: "device" or "host". With "host", hosts exchange the payloads over TCP
-      in a thread, while the devices train (docs/cluster.md).
+      in a thread, while the devices train (docs/machines.md).
 
   Raises:
     ConfigError: an argument cannot work. The sentence uses the names of the config's

@@ -1,4 +1,4 @@
-"""Traces some inner steps of a run for xprof (docs/profiling.md)."""
+"""Traces some inner steps of a run for xprof (docs/watch.md)."""
 
 import contextlib
 

@@ -24,7 +24,7 @@ OUTER_SOURCE = (
 
 _H = 30  # That of the paper's laws.
 _SMALLEST = 34e6  # Slightly below the exact size of 35M.
-# Momentum 0.9 averages ten rounds; with 160, 0.5 is 2.4 points better (docs/tuning.md).
+# Momentum 0.9 averages ten rounds; with 160, 0.5 is 2.4 points better (docs/gap.csv).
 _FEW_ROUNDS = 300
 
 
@@ -123,7 +123,7 @@ def recommend(
     notes.append(
       f"this run has {rounds} rounds of H = {_H}: small runs with so few end best with"
       " outer momentum 0.5 to 0.8 and an outer rate of about 2 (1 - momentum)"
-      " (docs/tuning.md)."
+      " (docs/settings.md)."
     )
   ratio = sequences * seq_len / batch_tokens
   if not 0.6 < ratio < 1.7:

@@ -53,7 +53,7 @@ class Link(NamedTuple):
   wait: float = 0.0
 
 
-# The papers' ideal, and values fitted to measured utilisation (docs/measured.md).
+# The papers' ideal, and values fitted to measured utilisation (docs/links.md).
 LINKS = {
   "ideal": Link(),
   "nccl": Link(0.97, 0.13),  # NCCL's all-reduce over TCP, four GPUs.

@@ -85,7 +85,7 @@ class OverlapConfig:
   alpha: Share = 0.0
   # device: devices exchange the payloads inside the program of the inner steps, and
   # devices hold the outer state. host: processes exchange the payloads over TCP, and
-  # hosts hold the outer state. Or the name of a plug-in's transport (docs/cluster.md);
+  # hosts hold the outer state. Or the name of a plug-in's transport (docs/machines.md);
   # a plug-in of diloco itself is then loaded. All give the same results.
   transport: str = "device"
 
@@ -165,7 +165,7 @@ class InnerConfig:
   # Learning rate at the last step, as a share of the peak. It decays along a cosine.
   final_fraction: Share = 0.05
   # T of the cosine and of the weight decay 1/T. 0: train.steps. Later steps keep the
-  # last rate. Set it to extend a run, see docs/cluster.md.
+  # last rate. Set it to extend a run, see docs/machines.md.
   decay_steps: Count = 0
   # Decoupled weight decay. A negative value means 1/T (Wang & Aitchison, 2024). Set 0
   # for an optimizer without weight decay.
@@ -358,7 +358,7 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ProfileConfig:
-  """A trace of some steps for xprof (docs/profiling.md)."""
+  """A trace of some steps for xprof (docs/watch.md)."""
 
   # First and last inner step to trace, such as 100:105. Empty: none.
   steps: str = ""

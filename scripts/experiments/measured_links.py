@@ -3,7 +3,7 @@
   python scripts/experiments/measured_links.py
 
 Fits what each transport lacks of the papers' ideal (`Link` of
-diloco/simulate/utilisation.py), and prints the tables of docs/measured.md: measured
+diloco/simulate/utilisation.py), and prints the tables of docs/links.md: measured
 utilisation, and by how many points the simulator is above it, without and with the
 fitted link. Two minutes on a core.
 """
@@ -159,12 +159,13 @@ def summary(sets: dict[str, Sequence[Row]]) -> list[str]:
   return markdown(lines)
 
 
-def main() -> None:
+def sets() -> dict[str, Sequence[Row]]:
+  """Returns the measurements by the names of docs/links.md."""
   theirs = l40s()
   part = lambda keep: [row for row in theirs if keep(row.method)]
   gloo = wan("wan.csv", "gloo")
   exchanged = lambda row: row.method != "data-parallel"
-  sets = {
+  return {
     "L40S, DiLoCo": part(lambda name: name.startswith("DiLoCo")),
     "L40S, local SGD": part(lambda name: name.startswith("local")),
     "L40S, DDP": part(lambda name: name == "DDP"),
@@ -172,10 +173,14 @@ def main() -> None:
     "wan.csv, data-parallel": [row for row in gloo if not exchanged(row)],
     "wan_m4.csv": [*filter(exchanged, wan("wan_m4.csv", "gloo"))],
   }
+
+
+def main() -> None:
+  measured = sets()
   for name in ("L40S, DiLoCo", "wan.csv"):
-    print(f"{sets[name][0].transport}: {fit(sets[name])}")
-  print("\n" + "\n".join(summary(sets)))
-  for name, rows in sets.items():
+    print(f"{measured[name][0].transport}: {fit(measured[name])}")
+  print("\n" + "\n".join(summary(measured)))
+  for name, rows in measured.items():
     print(f"\n{name}\n\n" + "\n".join(table(rows, LINKS[rows[0].transport])))
 
 

@@ -214,7 +214,7 @@ def test_a_slurm_job_goes_back_into_the_queue_until_the_run_is_done(tmp_path):
 
 @pytest.mark.integration("starts and stops a process")
 def test_the_recipe_for_a_machine_reached_by_ssh(tmp_path):
-  page = (ROOT / "docs" / "cloud.md").read_text()
+  page = (ROOT / "docs" / "machines.md").read_text()
   recipe = page.partition("## A machine reached by ssh")[2].split("```")[1]
   look, stop, fetch = "ssh $HOST 'tail", "ssh $HOST 'kill", "rsync -a"
   for line, first in (

@@ -1,5 +1,6 @@
-"""docs/measured.md has what the simulator gives beside the measurements."""
+"""docs/links.md has what the simulator gives beside the measurements."""
 
+import csv
 import importlib.util
 import pathlib
 import re
@@ -38,19 +39,26 @@ def starting(rows, name):
   return [row for row in rows if row.method.startswith(name)]
 
 
-def test_the_page_has_the_table_of_every_cell_on_gpus(script, theirs):
-  page = (ROOT / "docs" / "measured.md").read_text()
-  assert len(starting(theirs, "DiLoCo")) == len(starting(theirs, "local SGD")) == 16
-  for name in ("DiLoCo", "local SGD", "DDP"):
-    table = script.table(starting(theirs, name), LINKS["nccl"])
-    assert "\n".join(table) in page
-  gloo = starting(script.wan("wan.csv", "gloo"), "DiLoCo")
-  for line in script.table(gloo, LINKS["gloo"]):
-    assert line in page
+def test_the_page_has_how_far_the_simulator_is_from_every_measurement(script):
+  page = (ROOT / "docs" / "links.md").read_text()
+  sets = script.sets()
+  assert [len(rows) for rows in sets.values()] == [16, 16, 4, 20, 5, 6]
+  assert "\n".join(script.summary(sets)) in page
+
+
+@pytest.mark.parametrize("name", ["wan", "wan_m4"])
+def test_the_page_has_the_utilisation_of_every_method_and_rate(name):
+  page = (ROOT / "docs" / "links.md").read_text()
+  with (ROOT / "docs" / f"{name}.csv").open() as file:
+    rows = [*csv.DictReader(line for line in file if not line.startswith("#"))]
+  for row in rows:
+    share = f"{100 * float(row['utilisation']):.1f}"
+    cells = [x for x in page.splitlines() if x.startswith(f"| {row['method']} | ")]
+    assert any(f"| {share} (" in line for line in cells), (row["method"], share)
 
 
 def test_the_page_has_the_fitted_links():
-  page = (ROOT / "docs" / "measured.md").read_text()
+  page = (ROOT / "docs" / "links.md").read_text()
   found = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \|", page, re.M)
   assert {name: Link(float(a), float(b)) for name, a, b in found} == {
     name: link for name, link in LINKS.items() if name != "tried"

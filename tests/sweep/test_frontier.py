@@ -54,7 +54,6 @@ def best_runs(size):
   ("size", "title", "cases"),
   [
     ("1M", "## At equal bytes", 5),
-    ("1M-800", "### With a warm-up of 800", 5),
     ("270k", "### At 0.27M", 9),
   ],
 )

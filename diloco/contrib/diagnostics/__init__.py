@@ -1,4 +1,4 @@
-"""Diagnostics: measures some syncs layer by layer (docs/diagnostics.md). No JAX."""
+"""Diagnostics: measures some syncs layer by layer (docs/watch.md). No JAX."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from diloco.spec.plugins import OuterStep, Rule
 
 @dataclasses.dataclass(frozen=True)
 class Diagnostics(plugins.Extension):
-  """Measures some syncs layer by layer (docs/diagnostics.md)."""
+  """Measures some syncs layer by layer (docs/watch.md)."""
 
   # Measures the first sync of each fragment and then every n-th, layer by layer:
   # cosine, drift, coding error, stable rank, update, and the loss around the merge.

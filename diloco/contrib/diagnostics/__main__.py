@@ -3,7 +3,7 @@
 python -m diloco diagnostics runs/sample --out=diagnostics.png
 
 A run measures them with --config.plugins=diagnostics --config.diagnostics.every=4
-(docs/diagnostics.md). No JAX.
+(docs/watch.md). No JAX.
 """
 
 import argparse
