@@ -34,7 +34,7 @@ def test_the_front_page_and_the_manual_are_short():
   ("page", "sentence"),
   [
     ("docs/ladder.md", "has its # runs"),
-    ("docs/benchmarks.md", "[ladder.md](ladder.md): # runs of six sizes"),
+    ("docs/benchmarks.md", "[a ladder](ladder.md): # runs of six sizes"),
   ],
 )
 def test_runs_of_the_ladder(page, sentence):
