@@ -8,6 +8,7 @@ Python-Markdown wants four spaces. Everything that a link names must exist. A li
 `<!-- table: FILE.csv column ... -->` becomes the rows of the file.
 """
 
+import ast
 import csv
 import html
 import logging
@@ -19,6 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from diloco import __main__ as listing
 from diloco.config import describe
 from diloco.spec import plugins
 
@@ -41,12 +43,25 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-  """Adds the pages of PAGES, and the reference of the config's fields."""
+  """Adds the pages of PAGES, and the references of fields and commands."""
   pages = {page: (ROOT / source).read_text() for page, source in PAGES.items()}
-  pages["fields.md"] = fields_page()
+  pages |= {"fields.md": fields_page(), "commands.md": commands_page()}
   for page, text in pages.items():
     files.append(File.generated(config, page, content=text))
   return files
+
+
+def commands_page() -> str:
+  """Formats what `--help` of each command begins with, its examples as code."""
+  parts = ["# Commands", "`python -m diloco NAME --help` has the flags of a command."]
+  for name, module in listing.commands().items():
+    file = ROOT / f"{module.replace('.', '/')}.py"
+    doc = ast.get_docstring(ast.parse(file.read_text())) or ""
+    parts.append(f"## {name}")
+    for paragraph in doc.split("\n\n"):
+      is_code = paragraph.lstrip().startswith(("python ", "diloco ", "$ "))
+      parts.append(f"```sh\n{paragraph}\n```" if is_code else _cell(paragraph))
+  return "\n\n".join(parts) + "\n"
 
 
 def fields_page() -> str:

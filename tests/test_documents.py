@@ -59,6 +59,14 @@ def test_every_command_config_and_field_exists(page):
       assert pathlib.Path(shipped.find(config)).is_file(), config
 
 
+def test_code_names_only_pages_that_exist():
+  folders = ("configs", "diloco", "examples", "scripts", "tests")
+  files = [file for name in folders for file in ROOT.glob(f"{name}/**/*.py")]
+  for file in files:
+    for name in re.findall(r"docs/(\w+\.(?:md|csv))", file.read_text()):
+      assert (ROOT / "docs" / name).is_file() or name == "none.md", (file, name)
+
+
 def test_no_page_and_no_help_trains_in_a_folder_that_others_share():
   """In /tmp, the second user of a machine meets the finished run of the first."""
   files = [*PAGES, *ROOT.glob("configs/*.py"), *ROOT.glob("diloco/**/*.py")]

@@ -13,6 +13,7 @@ pytest.importorskip("markdown")
 
 import markdown
 
+from diloco import __main__ as listing
 from diloco.config import describe
 from diloco.spec import plugins
 
@@ -95,6 +96,13 @@ def test_the_page_has_a_row_per_field_and_no_raw_html():
   assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
   assert "<name>" not in page
   assert page.count("\n## ") == len(groups)
+
+
+def test_every_command_has_a_section_with_its_examples_as_code():
+  page = site_hooks.commands_page()
+  names = re.findall(r"^## (\w+)$", page, re.M)
+  assert names == [*listing.commands()]
+  assert "```sh\npython -m diloco.main --config=sample --workdir=runs/sample\n" in page
 
 
 def test_a_table_of_a_file_has_its_rows_and_code_in_commands():

@@ -23,7 +23,7 @@ from diloco.util.command import optional
 Kinds = dict[str, list[dict[str, Any]]]
 FILE = "metrics.jsonl"
 CONFIG, CONTENTS = "config.json", "contents.json"
-# Before each line of a text that TensorBoard shows as it is.
+# Indent of a line, so that TensorBoard shows the text verbatim.
 _AS_CODE = "    "
 # Fields of records that are not drawn as curves: names, constants and clock times.
 _NO_CURVES = ("kind", "step", "fragment", "bytes", "round", "time")

@@ -107,7 +107,8 @@ def initialize(
 def check_all_meet(peers: Peers) -> None:
   """Refuses processes of JAX that `peers` does not know.
 
-  Each of them would write the same files, with its own part of the run.
+  Otherwise every process would believe that it is alone, and all would write the same
+  files.
 
   Raises:
     ConfigError: JAX has more or fewer processes than `peers`.

@@ -211,7 +211,7 @@ def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
 
 
 def figure(chart: Chart, table: pd.DataFrame) -> Figure:
-  """Makes the figure of `draw`."""
+  """Makes the matplotlib figure: one panel per entry of chart.y; `draw` saves it."""
   table = in_words(chart, table)
   own, bars = paired(chart, table), f"Bars: {drawing.SPREAD}"
   if own is not table and any(y == "loss" for y, _ in chart.y):

@@ -177,7 +177,8 @@ def _inflate(design: Array, groups: Groups) -> list[Array]:
   roots = []
   for g in groups:
     values, vectors = np.linalg.eigh(np.eye(len(g)) - hat[np.ix_(g, g)])
-    # A direction that this group alone determines has no residual.
+    # Where only this group determines a direction, the fit is exact there: the residual
+    # is 0 and is not scaled.
     scale = np.where(values > 1e-9, 1 / np.sqrt(np.maximum(values, 1e-9)), 0.0)
     roots.append(vectors * scale @ vectors.T)
   return roots

@@ -42,7 +42,8 @@ class Row:
   def distances(self) -> list[int]:
     """By how many grid points ours differs from the paper's, for each cell.
 
-    Grid points below 0.5 Gbit/s that are printed as the same number count as one.
+    Below 0.5 Gbit/s several grid points round to the same printed number; they count
+    as one point.
     """
     grid = np.unique(PRINTED)
     nearest = lambda cells: np.abs(np.subtract.outer(cells, grid)).argmin(1)
