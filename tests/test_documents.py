@@ -1,13 +1,16 @@
-"""README and docs: every link leads somewhere, every command exists."""
+"""README and docs: every link leads somewhere, every command exists and is accepted."""
 
 import pathlib
 import re
+import shlex
+from collections.abc import Iterator
 
 import pytest
 
 from diloco import __main__ as listing
 from diloco.cli import list_configs
 from diloco.config import default_config
+from diloco.config.command_line import load_config
 from diloco.config.resolve import leaves
 from diloco.spec import plugins
 from diloco.util import command, shipped
@@ -57,6 +60,30 @@ def test_every_command_config_and_field_exists(page):
   for config in re.findall(r"--config=(\w[\w/]*(?:\.py)?)", text):
     if config != "my_config.py":
       assert pathlib.Path(shipped.find(config)).is_file(), config
+
+
+def trainings(page: pathlib.Path) -> Iterator[list[str]]:
+  """The words of each command in a page's code that trains, without placeholders."""
+  for block in re.findall(r"^ *```\w*\n(.*?)^ *```$", page.read_text(), re.M | re.S):
+    for line in block.replace("\\\n", " ").splitlines():
+      found = re.search(
+        r"(?:python -m diloco[. ]main|-n 2 (?:--sites )?--) (--.*)", line
+      )
+      if found and not re.search(r"\.\.\.|my_config|\$|/models|/etc|nohup", found[1]):
+        yield shlex.split(found[1], comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_training_has_a_config_that_is_accepted(page):
+  for words in trainings(page):
+    name = next(word for word in words if word.startswith("--config="))
+    fields = [re.sub(r"=(arrays|files):.*", "=sotu", w) for w in words]
+    if fields != words:  # Text that other commands of the page prepare is not there.
+      fields += [
+        "--config.data.train_split=train",
+        "--config.data.eval_split=validation",
+      ]
+    load_config(name[9:], [w for w in fields if w.startswith("--config.")])
 
 
 def test_code_names_only_pages_that_exist():
