@@ -5,7 +5,8 @@
 The documents are written for GitHub: links lead to any file of the repository, and a
 list is indented by the width of its marker. mkdocs knows only links within docs/, and
 Python-Markdown wants four spaces. Everything that a link names must exist. A line
-`<!-- table: FILE.csv column ... -->` becomes the rows of the file.
+`<!-- table: FILE.csv column ... -->` becomes the rows of the file. A number of a table
+and its ± stay in one line.
 """
 
 import ast
@@ -109,6 +110,9 @@ def on_page_markdown(
 
   markdown = re.sub(r"<!-- table: (.*?) -->", lambda m: table(m[1], source), markdown)
   text = re.sub(r"\[([^\[\]]*)\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)", rewritten, markdown)
+  text = re.sub(
+    r"^\|.*", lambda m: m[0].replace(" ± ", "\u00a0±\u00a0"), text, flags=re.M
+  )
   return indent_lists(text)
 
 
@@ -116,12 +120,19 @@ def table(words: str, source: str) -> str:
   """Formats columns of a CSV file as a Markdown table.
 
   Args:
-    words: `FILE column column ...`; the file is relative to the document.
+    words: `FILE column column ...`; the file is relative to the document. `column=TEXT`
+      and `column!=TEXT` choose rows instead.
     source: the document, relative to the repository.
   """
-  name, *columns = words.split()
+  name, *words_left = words.split()
+  chosen = [word.partition("=")[::2] for word in words_left if "=" in word]
+  columns = [word for word in words_left if "=" not in word]
   with ((ROOT / source).parent / name).open(newline="") as file:
-    rows = [[row[column] for column in columns] for row in csv.DictReader(file)]
+    rows = [
+      [row[column] for column in columns]
+      for row in csv.DictReader(file)
+      if all((row[k.strip("!")] == v) != k.endswith("!") for k, v in chosen)
+    ]
   code = columns.index("command") if "command" in columns else -1
   lines = [columns, ["---"] * len(columns)]
   for row in rows:

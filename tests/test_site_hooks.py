@@ -115,3 +115,7 @@ def test_a_table_of_a_file_has_its_rows_and_code_in_commands():
   assert len(rows) == len(claims)
   assert rows[0].startswith("| contradicted | ")
   assert f"`{claims[0]['command']}`" in rows[0]
+  undecided = "<!-- table: claims.csv claim verdict=undecided choice= -->"
+  chosen = site_hooks.on_page_markdown(undecided, page, None, None).splitlines()
+  count = [row["verdict"] for row in claims].count("undecided")
+  assert len(chosen) == count + 2
