@@ -12,10 +12,7 @@ ratio  time of the fastest before over this time; inf: that one does not fit
 
 The last line has the flags of the fastest settings. The text is not read.
 
-What was found is remembered for the same step, devices, cores and versions, in
-~/.cache/diloco/tune or $XDG_CACHE_HOME. Training never looks there: a run must not
-depend on a file that nobody sees. So --flags prints flags for the command of the run,
-and the run's config.json has their fields.
+--flags prints flags for the command of the run; its config.json has their fields.
 
 Not tried: what a trial of the inner step cannot judge (data.prefetch, outer.offload,
 overlap.transport), kernels of attention that the devices do not have, and mesh.fsdp
@@ -42,8 +39,6 @@ from diloco.algorithm.state import init_state
 from diloco.checkpoint.resume import coded_by_shard
 from diloco.config import Config, ConfigError, changed, command_line, resolve
 from diloco.config.resolve import leaves
-from diloco.contrib.tune import cache
-from diloco.contrib.tune.cache import Found
 from diloco.mesh import memory, sharding
 from diloco.mesh.devices import make_mesh
 from diloco.model import attention
@@ -53,7 +48,6 @@ _CONFIG = command_line.define_config()
 _SECONDS = flags.DEFINE_float(
   "seconds", 1.0, "Seconds of timed steps per row.", lower_bound=0.0
 )
-_AGAIN = flags.DEFINE_bool("again", False, "Measure, even if the result is remembered.")
 _FLAGS = flags.DEFINE_bool(
   "flags", False, "Print only the flags to stdout, and the rest to stderr."
 )
@@ -179,8 +173,11 @@ class Steps:
 
 def measure(
   c: Config, timer: Timer, groups: Sequence[list[Fields]], out: TextIO | None
-) -> Found:
+) -> tuple[Fields, float]:
   """Searches, and times the result beside the config once more.
+
+  Returns:
+    The fields that differ from the config's, and the config's time over theirs.
 
   Raises:
     ConfigError: nothing fits in the memory.
@@ -191,7 +188,7 @@ def measure(
     raise ConfigError(
       "nothing fits in the memory; lower train.batch_size, or use more devices."
     )
-  return Found(best, before / now) if best and now < before else Found({}, 1.0)
+  return (best, before / now) if best and now < before else ({}, 1.0)
 
 
 def main(_: list[str]) -> None:
@@ -200,19 +197,12 @@ def main(_: list[str]) -> None:
     raise ConfigError(f"--seconds is {_SECONDS.value}; give a finite number.")
   out = sys.stderr if _FLAGS.value else None
   attention.check(c.model, devices[0].device_kind)
-  groups = list(candidates(c, devices))
-  of = cache.conditions(cache.step(c, groups), devices) | {"seconds": _SECONDS.value}
-  found = None if _AGAIN.value else cache.read(c, of)
-  if found:
-    print(f"measured {found.when}; --again measures again", file=out)
-  else:
-    found = measure(c, Steps(c), groups, out)
-    cache.write(of, found)
-  settings = " ".join(f"--config.{k}={v}" for k, v in found.fields.items())
+  fields, ratio = measure(c, Steps(c), list(candidates(c, devices)), out)
+  settings = " ".join(f"--config.{k}={v}" for k, v in fields.items())
   if _FLAGS.value:
     print(settings)
-  ratio = f"{found.ratio:.2f} times as fast as the config"
-  print(f"{ratio}: {settings or 'no other flag'}", file=out)
+  told = settings or "no other flag"
+  print(f"{ratio:.2f} times as fast as the config: {told}", file=out)
 
 
 if __name__ == "__main__":
