@@ -24,12 +24,11 @@ from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws import recommend as recommend_lib
 from diloco.scaling_laws import tables as tables_lib
 from diloco.scaling_laws.fits import leave_largest_out
-from diloco.scaling_laws.uncertainty import LEAST_SPARE, show
+from diloco.scaling_laws.uncertainty import show
 from diloco.util.command import (
   Parser,
   as_path,
   guarded,
-  in_range,
   make_folder,
   parse_count,
   parse_options,
@@ -53,7 +52,6 @@ def make_parser() -> Parser:
   p = commands.add_parser("tables", help="the paper's tables: ours / theirs")
   p.set_defaults(command=tables)
   p.add_argument("--sizes", choices=list(paper.SIZES), help="which N; see paper.py")
-  _add_bootstrap(p)
   p = commands.add_parser("figures", help="draw figures 2b and 13")
   p.set_defaults(command=figures)
   p.add_argument("--out", type=as_path, required=True, help="folder for the files")
@@ -62,7 +60,6 @@ def make_parser() -> Parser:
   p.add_argument("csv", type=as_path, help="your runs, see docs/scaling_laws.md")
   p.add_argument("--where", default="", help="rows to take, such as seed=0,dim=64")
   p.add_argument("--any", action="store_true", help="fit despite problems of the grid")
-  _add_bootstrap(p)
   p = commands.add_parser("recommend", help="hyperparameters and loss of a run")
   p.set_defaults(command=recommend)
   add = p.add_argument
@@ -83,9 +80,9 @@ def make_parser() -> Parser:
 
 def tables(args: argparse.Namespace) -> list[dict]:
   """Computes the paper's tables and prints each of them when it is done."""
-  _print(args, f"ours [90% interval, {_method(args.bootstrap)}] / paper")
+  _print(args, "ours [90% interval, Student's t] / paper")
   found = []
-  for table in tables_lib.all_tables(args.sizes, args.bootstrap):
+  for table in tables_lib.all_tables(args.sizes):
     _print(args, f"\n{tables_lib.show(table)}")
     found.append(dataclasses.asdict(table))
   return found
@@ -114,7 +111,7 @@ def fit(args: argparse.Namespace) -> dict[str, Any]:
   table = runs.read(args.csv, parse_options(args.where, place="--where"))
   laws, problems = results.fit_runs(table, strict=not args.any)
   found: dict[str, dict[str, Any]] = {}
-  parameters = [f"value [90% interval, {_method(args.bootstrap)}]; batch in tokens"]
+  parameters = ["value [90% interval, Student's t]; batch in tokens"]
   missed = ["|log y - log y~| at the largest N of laws fitted to the others, by M"]
   for name, law in laws.items():
     found[name], left_out = {}, {}
@@ -124,14 +121,9 @@ def fit(args: argparse.Namespace) -> dict[str, Any]:
         found[name][quantity] = None
         parameters.append(f"{label}-")
         continue
-      if args.bootstrap > 0 and 0 < one.spare < LEAST_SPARE:
-        problems.append(
-          f"the {quantity} of {name} has too few points to resample: its intervals are"
-          " Student's t."
-        )
       found[name][quantity] = {
         k: {"value": getattr(one.law, k), "interval": interval}
-        for k, interval in one.interval(samples=args.bootstrap).items()
+        for k, interval in one.interval().items()
       }
       shown = [f"{k} {show(**p)}" for k, p in found[name][quantity].items()]
       parameters.append(label + "  ".join(shown))
@@ -221,15 +213,6 @@ def run(args: argparse.Namespace) -> None:
 def _print(args: argparse.Namespace, text: str) -> None:
   if not args.json:
     print(text, flush=True)
-
-
-def _method(samples: int) -> str:
-  return f"bootstrap-t of {samples} resamples" if samples > 0 else "Student's t"
-
-
-def _add_bootstrap(parser: argparse.ArgumentParser) -> None:
-  text = "resamples for bootstrap-t intervals; 0: Student's t"
-  parser.add_argument("--bootstrap", type=in_range(0, 999_999), default=0, help=text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -52,9 +52,9 @@ class Fit(LeastSquares):
     x = _columns(params, replicas, len(self.names))
     return x @ self.q, x
 
-  def interval(self, samples: int = 0) -> dict[str, Interval]:
+  def interval(self) -> dict[str, Interval]:
     """Returns the 90% interval of each parameter; for A, from the interval of log A."""
-    found = super().interval(samples)
+    found = super().interval()
     return found | {"A": exponentials(found["A"])}
 
 

@@ -9,9 +9,6 @@ import pandas as pd
 from diloco.scaling_laws import fits, optimum, paper, parametric
 from diloco.util.bar import make_bar
 
-# Parameters of the forms of Section 6.5.
-COLUMNS13 = ("A", "alpha", "B", "beta", "C")
-
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -69,16 +66,16 @@ class Table:
     return found
 
 
-def table7(sizes: str = "words", samples: int = 0) -> Table:
+def table7(sizes: str = "words") -> Table:
   """Fits a power law of the loss for each algorithm."""
-  rows = {a: _law_cells(a, sizes, samples) for a in paper.ALGORITHMS}
+  rows = {a: _law_cells(a, sizes) for a in paper.ALGORITHMS}
   title = f"Table 7: L = A N^alpha, {sizes} N"
   return Table(title, ("A", "alpha"), ("A",), rows)
 
 
-def table10(sizes: str = "words", samples: int = 0) -> Table:
+def table10(sizes: str = "words") -> Table:
   """Fits the joint law of the loss."""
-  rows = {"loss": _law_cells("joint", sizes, samples)}
+  rows = {"loss": _law_cells("joint", sizes)}
   title = f"Table 10: L = A N^alpha M^beta, {sizes} N"
   return Table(title, ("A", "alpha", "beta"), ("A",), rows)
 
@@ -155,19 +152,7 @@ def table13(sizes: str = "nominal", seeds: int = 5) -> Table:
   return Table(title, ("residual", "at the optimum"), (), rows, note)
 
 
-def parameters13(sizes: str = "nominal", samples: int = 0) -> Table:
-  """Fits the parameters of the four forms to all 28 cells, with intervals."""
-  rows = {}
-  for form in parametric.FORMS:
-    found = optimum.fit_optimum(form, *paper.loss_grid(sizes))
-    intervals = found.interval(samples=samples)
-    cells = {k: Cell(float(v), None, intervals[k]) for k, v in zip(form.names, found.q)}
-    rows[form.name] = tuple(cells.get(k, Cell(None)) for k in COLUMNS13)
-  title = f"Parameters of Table 13's forms at the optimum over all cells, {sizes} N"
-  return Table(title, COLUMNS13, (), rows, "The paper prints none of them.")
-
-
-def extrapolation(sizes: str = "words", samples: int = 0) -> Table:
+def extrapolation(sizes: str = "words") -> Table:
   """Predicts the losses at 4B and 10B of Tables 5 and 12.
 
   The paper trained models with hyperparameters of independent laws and of joint laws.
@@ -185,7 +170,7 @@ def extrapolation(sizes: str = "words", samples: int = 0) -> Table:
         Cell(
           law(n, m),
           float(line[f"loss_{scale}"]),
-          law.predict_interval(n, m, samples=samples),
+          law.predict_interval(n, m),
         )
         for scale, n in zip(columns, paper.model_sizes(sizes, columns))
       )
@@ -202,21 +187,19 @@ def extrapolation(sizes: str = "words", samples: int = 0) -> Table:
   return Table(title, columns, columns, rows, note)
 
 
-def all_tables(sizes: str | None = None, samples: int = 0) -> Iterator[Table]:
+def all_tables(sizes: str | None = None) -> Iterator[Table]:
   """Yields every table when it is computed.
 
   Args:
     sizes: one of `paper.SIZES`. None: for each table, the one nearest to the paper.
-    samples: bootstrap resamples. 0: intervals by Student's t.
   """
   first = sizes or "words"
-  yield table7(first, samples)
-  yield table10(first, samples)
+  yield table7(first)
+  yield table10(first)
   yield table10_from_8_and_9(first)
   yield table11(first)
   yield table13(sizes or "nominal")
-  yield parameters13(sizes or "nominal", samples)
-  yield extrapolation(first, samples)
+  yield extrapolation(first)
 
 
 def show(table: Table) -> str:
@@ -230,10 +213,10 @@ def show(table: Table) -> str:
   return "\n".join(lines + ([table.note] if table.note else []))
 
 
-def _law_cells(algorithm: str, sizes: str, samples: int) -> tuple[Cell, ...]:
+def _law_cells(algorithm: str, sizes: str) -> tuple[Cell, ...]:
   """Fits the loss law of an algorithm, or of `joint`; returns a cell per parameter."""
   fit, theirs = paper.loss_fit(algorithm, sizes), paper.law("loss", algorithm)
   return tuple(
     Cell(getattr(fit.law, name), getattr(theirs, name), interval)
-    for name, interval in fit.interval(samples=samples).items()
+    for name, interval in fit.interval().items()
   )

@@ -1,4 +1,4 @@
-"""Computes intervals of least-squares fits to log y: Student's t or the bootstrap.
+"""Computes intervals of least-squares fits to log y by Student's t.
 
 For a law in N and M, the points at one N form a group: their errors are correlated.
 """
@@ -18,8 +18,6 @@ Groups = list[npt.NDArray[np.intp]]
 Interval = tuple[float, float] | None
 # The quantiles at the ends of a 90% interval.
 SIDES = ((1 - 0.9) / 2, (1 + 0.9) / 2)
-# Degrees of freedom that the bootstrap needs.
-LEAST_SPARE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,48 +69,31 @@ class LeastSquares(abc.ABC):
     need_sizes = len(set(self.names) - {"B", "beta"})
     return min(points - len(self.names), sizes - need_sizes)
 
-  def interval(self, samples: int = 0) -> dict[str, Interval]:
+  def interval(self) -> dict[str, Interval]:
     """Returns the 90% interval of each parameter: {'A': (low, high), ...}.
 
     Intervals by Student's t contain the truth in 90% of the cases, from n = k + 1 on.
     Percentiles of bootstrapped parameters would contain it in about 60% at n = 3.
-
-    Args:
-      samples: if positive and with LEAST_SPARE degrees of freedom, the quantiles of t
-        come from this many refits to resampled residuals (bootstrap-t). They do not
-        assume Gaussian errors.
     """
-    bounds = self._bounds(self.q, np.eye(len(self.q)), 0.0, samples)
-    return dict(zip(self.names, bounds))
+    return dict(zip(self.names, self._bounds(self.q, np.eye(len(self.q)), scatter=0.0)))
 
-  def predict_interval(
-    self, params: float, replicas: float = 1, samples: int = 0
-  ) -> Interval:
+  def predict_interval(self, params: float, replicas: float = 1) -> Interval:
     """Returns the 90% interval of y of a new run, with the errors of law and run.
 
-    Ignores that the law may bend beyond the largest N. `interval` explains `samples`.
+    Ignores that the law may bend beyond the largest N.
     """
     value, slopes = self.log_y([params], [replicas])
-    return exponentials(self._bounds(value, slopes, 1.0, samples)[0])
+    return exponentials(self._bounds(value, slopes, scatter=1.0)[0])
 
-  def _bounds(
-    self, values: Array, x: Array, scatter: float, samples: int
-  ) -> list[Interval]:
+  def _bounds(self, values: Array, x: Array, scatter: float) -> list[Interval]:
     """Returns the 90% intervals of j estimates; `standard_errors` explains the Args."""
     if self.spare < 1:
       return [None] * len(values)
-    _, design = self.log_y(self.params, self.replicas)
-    errors = self.standard_errors(x, scatter, design, self.residuals)
-    if samples > 0 and self.spare >= LEAST_SPARE:
-      t = np.quantile(self.resampled_t(x, scatter, design, samples), SIDES, 0).T
-    else:
-      t = stats.t.ppf(SIDES, self.spare)
-    bounds = values[:, None] + errors[:, None] * t
+    errors = self.standard_errors(x, scatter)
+    bounds = values[:, None] + errors[:, None] * stats.t.ppf(SIDES, self.spare)
     return [(float(low), float(high)) for low, high in bounds]
 
-  def standard_errors(
-    self, x: Array, scatter: float, design: Array, residuals: Array
-  ) -> Array:
+  def standard_errors(self, x: Array, scatter: float) -> Array:
     """Returns the standard errors of x times the coefficients of a least-squares fit.
 
     The residuals of a group are correlated. By the usual formula, a 90% interval would
@@ -124,48 +105,21 @@ class LeastSquares(abc.ABC):
     Args:
       x: float64 [j, k].
       scatter: residual variances to add: 1 for a new observation, otherwise 0.
-      design: float64 [n, k].
-      residuals: float64 [..., n], of one fit or of several.
 
     Returns:
-      float64 [..., j].
+      float64 [j].
     """
+    _, design = self.log_y(self.params, self.replicas)
     points, parameters = design.shape
     inverse = np.linalg.pinv(design)
-    one = np.square(residuals).sum(-1, keepdims=True) / (points - parameters)
+    one = np.square(self.residuals).sum(keepdims=True) / (points - parameters)
     if self.groups is None:
       return np.sqrt(one * (scatter + np.square(x @ inverse).sum(1)))
     variance = one * scatter
     for g, root in zip(self.groups, _inflate(design, self.groups)):
       weights = x @ inverse[:, g] @ root @ root
-      variance = variance + np.square(residuals[..., g] @ weights.T)
+      variance = variance + np.square(self.residuals[g] @ weights.T)
     return np.sqrt(variance)
-
-  def resampled_t(self, x: Array, scatter: float, design: Array, samples: int) -> Array:
-    """Returns (truth - estimate) / error in refits to resampled residuals: [S, j]."""
-    rng = np.random.default_rng(0)
-    noise = self.resampled(rng, design, samples)
-    truth = scatter * rng.choice(self.residuals, (samples, 1))
-    shift = noise @ np.linalg.pinv(design).T
-    left = noise - shift @ design.T
-    error = self.standard_errors(x, scatter, design, left)
-    # If all n drawn residuals are equal, the fit is exact and its error is 0.
-    return (truth - shift @ x.T) / np.maximum(error, 1e-30)
-
-  def resampled(self, rng: np.random.Generator, design: Array, samples: int) -> Array:
-    """Draws errors from the residuals, float64 [S, n] for S samples.
-
-    With groups, each draw multiplies the residuals of a group by one of Webb's six
-    numbers (wild cluster bootstrap). This keeps the correlation within the group.
-    """
-    if self.groups is None:
-      return rng.choice(self.residuals, (samples, len(self.residuals)))
-    noise = np.zeros((samples, len(self.residuals)))
-    webb = np.sqrt([0.5, 1, 1.5])
-    for g, root in zip(self.groups, _inflate(design, self.groups)):
-      factor = rng.choice([*webb, *-webb], (samples, 1))
-      noise[:, g] = factor * (root @ self.residuals[g])
-    return noise
 
 
 def _inflate(design: Array, groups: Groups) -> list[Array]:

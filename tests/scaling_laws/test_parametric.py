@@ -112,11 +112,6 @@ def test_the_form_without_a_floor_has_the_intervals_of_the_linear_fit():
     assert bent.interval()[name] == pytest.approx(line.interval()[name], rel=1e-4)
   expected = line.predict_interval(1e10, 2)
   assert bent.predict_interval(1e10, 2) == pytest.approx(expected, rel=1e-6)
-  resampled = [one.interval(samples=400)["alpha"] for one in (bent, line)]
-  assert resampled[0] == pytest.approx(resampled[1], rel=1e-4)
-  assert resampled[0] != pytest.approx(bent.interval()["alpha"], rel=1e-4)
-  predicted = [one.predict_interval(1e10, 2, samples=400) for one in (bent, line)]
-  assert predicted[0] == pytest.approx(predicted[1], rel=1e-6)
 
 
 def test_held_out_data_choose_among_the_starts():

@@ -329,26 +329,6 @@ def test_a_quantity_without_a_law_is_null_in_json(tmp_path, capsys):
   assert json.loads(capsys.readouterr().out)["diloco_M2"]["batch"] is None
 
 
-def test_laws_of_too_few_points_to_resample_keep_students_t(tmp_path, capsys):
-  # The rate is swept at three of five sizes.
-  table = pd.DataFrame(
-    make_run("diloco", n, 2, 3 + i / 50 + j**2, 0.01 * 2.0**j, 2**16)
-    for i, n in enumerate((1e6, 2e6, 4e6, 8e6, 1.7e7))
-    for j in ((-1, 0, 1) if i < 3 else (0,))
-  )
-  path = write(tmp_path / "runs.csv", as_file(table))
-  found = []
-  for flags in ([], ["--bootstrap=200"]):
-    assert cli.main(["fit", path, "--any", "--json", *flags]) == 0
-    found.append(json.loads(capsys.readouterr().out)["diloco_M2"])
-  student, resampled = found
-  assert resampled["learning_rate"] == student["learning_rate"]
-  assert resampled["loss"] != student["loss"]
-  assert cli.main(["fit", path, "--any", "--bootstrap=200"]) == 0
-  said = capsys.readouterr().out
-  assert "note: the learning_rate of diloco_M2 has too few points" in said
-
-
 def test_two_sizes_have_no_interval(tmp_path, capsys):
   table = make_runs((1,))
   path = write(tmp_path / "runs.csv", as_file(table[table["params"] < 1e8]))
