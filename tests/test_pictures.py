@@ -87,9 +87,7 @@ def of_chart(x: str, *values, **fields) -> Figure:
 
 
 def of_ladder(number: int) -> Figure:
-  options = {"chip_tokens": 32} if number == 6 else {}
-  table = runs.read(ROOT / "docs" / "ladder.csv")
-  return sweep_figures.FIGURES[number](table, **options)
+  return sweep_figures.FIGURES[number](runs.read(ROOT / "docs" / "ladder.csv"))
 
 
 def of_links() -> Figure:
@@ -124,7 +122,7 @@ def of_compare(run) -> Figure:
 
 MORE = {"y": (("loss", "loss"), ("more", "above (%)"))}
 PICTURES: dict[str, Callable[[pathlib.Path], Figure]] = {
-  **{f"ladder {n}": lambda _, n=n: of_ladder(n) for n in (2, 3, 4, 6, 7)},
+  **{f"ladder {n}": lambda _, n=n: of_ladder(n) for n in (2, 4, 7)},
   **{
     name: lambda _, n=name: simulated.FIGURES[n]()
     for name in ("s2", "s3", "s6", "s9", "c6")

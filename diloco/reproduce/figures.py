@@ -3,10 +3,8 @@
 python -m diloco.reproduce.figures docs/ladder.csv --out=docs/figures --prefix=ladder_
 
 Figures are numbered as in the paper (arXiv 2503.09799). 2 shows the loss against N, and
-in per cent above data-parallel; 3 and 4 the loss against the batch; 6 idealised time; 7
-the best outer learning rate. The ablations of configs/ablations.py draw H and
-overtraining. The paper's figure 5 shows zero-shot accuracy, which is not in the table.
-Figure 2 takes means over the seeds of a point, without the tuning seed; 3, 4 and 6 take
+in per cent above data-parallel; 4 the loss against the batch; 7 the best outer learning
+rate. Figure 2 takes means over the seeds of a point, without the tuning seed; 4 takes
 the seeds that all points of a panel have. The command names the figures whose runs are
 missing.
 """
@@ -22,13 +20,11 @@ from matplotlib.figure import Figure
 
 from diloco.reproduce import drawing, tables
 from diloco.reproduce.runs import above_plain, at_common_seeds, best, main_grid, read
-from diloco.simulate import wallclock
 from diloco.sweep.chart import LOSS, PLAIN
-from diloco.util.command import Parser, as_path, guarded, in_range, make_folder
+from diloco.util.command import Parser, as_path, guarded, make_folder
 from diloco.util.palette import panels as make_panels
 from diloco.util.palette import save
 
-UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
 PARAMS = "parameters N"
 
 
@@ -60,43 +56,18 @@ def figure_2(table: pd.DataFrame) -> Figure:
   return drawing.legend(figure, "" if others.empty else bars)
 
 
-def figure_3(table: pd.DataFrame) -> Figure:
-  """Draws the loss of data-parallel and DiLoCo with M = 1 against the batch, by N."""
-  return figure_4(table[table["replicas"] == 1], "Loss against batch, M = 1")
-
-
-def figure_4(table: pd.DataFrame, title: str = "Loss against batch") -> Figure:
+def figure_4(table: pd.DataFrame) -> Figure:
   """Draws the loss of all algorithms against the batch, by N, at the best rates."""
   cells = best(main_grid(table), "params", "curve", "batch")
-  title += ", at the best learning rates"
-  return _panel_per_size(cells, _swept(cells), "batch", "batch (tokens)", title)
-
-
-def figure_6(table: pd.DataFrame, chip_tokens: float | None = None) -> Figure:
-  """Draws the loss against idealised time (Appendix A), on three networks.
-
-  Args:
-    table: as `read` returns it.
-    chip_tokens: tokens of a batch on one chip. None: `wallclock.chips` decides.
-  """
-  cells = best(main_grid(table), "params", "curve", "batch")
-  largest = _swept(cells)[-1]
-  cells = at_common_seeds(cells[cells["params"] == largest])
-  networks = dict(reversed(wallclock.NETWORKS.items()))
-  seconds = [_seconds(cells, n, chip_tokens) for n in networks.values()]
-  unit = _unit(max(s.max() for s in seconds))
-  title = f"Loss against idealised time, N = {largest:,.0f}"
-  names = [f"{name}: {n.bandwidth / 1e9:g} Gbit/s" for name, n in networks.items()]
-  figure, panels = make_panels(title, names, sharey=True)
-  for panel, own in zip(panels, seconds):
-    drawing.lines(panel, cells.assign(time=own / UNITS[unit]), "time", "loss")
-    panel.set(xscale="log", xlabel=f"idealised time ({unit})")
+  sizes = _swept(cells)
+  title = "Loss against batch, at the best learning rates"
+  figure, panels = make_panels(title, [f"N = {size:,.0f}" for size in sizes])
+  for panel, size in zip(panels, sizes):
+    some = at_common_seeds(cells[cells["params"] == size])
+    drawing.lines(panel, some, "batch", "loss")
+    panel.set(xscale="log", xlabel="batch (tokens)")
   panels[0].set_ylabel(LOSS)
-  drawing.legend(figure)
-  for panel in panels:
-    # EngFormatter would write "10m", and the m could be read as a unit.
-    panel.xaxis.set_major_formatter("{x:g}")
-  return figure
+  return drawing.legend(figure)
 
 
 def figure_7(table: pd.DataFrame) -> Figure:
@@ -112,7 +83,7 @@ def figure_7(table: pd.DataFrame) -> Figure:
   return drawing.legend(figure)
 
 
-FIGURES = {n: globals()[f"figure_{n}"] for n in (2, 3, 4, 6, 7)}
+FIGURES = {2: figure_2, 4: figure_4, 7: figure_7}
 
 
 def _outer_swept(table: pd.DataFrame) -> pd.DataFrame:
@@ -131,41 +102,6 @@ def _swept(cells: pd.DataFrame) -> list[float]:
   return sorted(count.index[count > 2])
 
 
-def _panel_per_size(
-  cells: pd.DataFrame, sizes: Sequence[float], x: str, xlabel: str, title: str
-) -> Figure:
-  """Draws the loss against a column x, with a panel per size N."""
-  figure, panels = make_panels(title, [f"N = {size:,.0f}" for size in sizes])
-  for panel, size in zip(panels, sizes):
-    some = at_common_seeds(cells[cells["params"] == size])
-    drawing.lines(panel, some, x, "loss")
-    panel.set(xscale="log", xlabel=xlabel)
-  panels[0].set_ylabel(LOSS)
-  return drawing.legend(figure)
-
-
-def _seconds(
-  cells: pd.DataFrame, network: wallclock.Network, chip_tokens: float | None
-) -> pd.Series:
-  """Computes the idealised time of each run on a network, in seconds."""
-  fields = cells[["params", "tokens", "replicas", "sync_every"]].assign(
-    batch_tokens=cells["batch"],
-    method=cells["algorithm"].replace("streaming", "overlapped"),
-    chips=cells["batch"] / chip_tokens if chip_tokens else None,
-    across=network,
-  )
-  try:
-    trainings = [wallclock.Training(**run) for run in fields.to_dict("records")]
-  except ValueError as error:
-    raise Missing(f"the runs are too small for the wall-clock model: {error}") from None
-  return pd.Series([wallclock.total_time(t) for t in trainings], cells.index)
-
-
-def _unit(time: float) -> str:
-  """Returns the largest unit in which a time is at least 1, or the smallest unit."""
-  return next((unit for unit, size in UNITS.items() if time >= size), "ms")
-
-
 def run(args: argparse.Namespace) -> None:
   """Prints the tables and draws the figures."""
   table = read(args.table, args.where)
@@ -174,9 +110,8 @@ def run(args: argparse.Namespace) -> None:
     print("\n".join(lines(table)) + "\n")
   for number, draw in FIGURES.items():
     path = args.out / f"{args.prefix}{number}.png"
-    options: dict[str, Any] = {"chip_tokens": args.chip_tokens} if number == 6 else {}
     try:
-      save(functools.partial(draw, table, **options), path)
+      save(functools.partial(draw, table), path)
       print(f"figure {number}: {path}")
     except Missing as why:
       print(f"figure {number}: left out, {why}")
@@ -190,8 +125,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--prefix", default="", help="prefix of the file names")
   where = "rows to take, such as seed=0,replicas=2"
   add("--where", default="", metavar="COLUMN=VALUE,...", help=where)
-  text = "figure 6: tokens of a batch on one chip"
-  add("--chip_tokens", type=in_range(1.0), help=text)
   return guarded(run, parser.parse_args(argv))
 
 
