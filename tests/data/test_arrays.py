@@ -1,7 +1,6 @@
 """Damaged token arrays are refused in one sentence; sound ones need no other field."""
 
 import json
-import pathlib
 import random
 
 import numpy as np
@@ -145,22 +144,6 @@ def test_flipped_bits_give_documents_or_one_sentence(folder, seed, flips, first)
     pass
   finally:
     path.write_bytes(good)
-
-
-def test_a_folder_without_permission_is_refused(tiny, folder, monkeypatch):
-  """Root may read everything, so the test replaces the refusal of the system."""
-  tiny.data.source, tiny.data.train_split = f"arrays:{folder.parent}", "a"
-  c = config_lib.resolve(tiny)
-  read = pathlib.Path.read_bytes
-
-  def refuse(path):
-    if path.suffix == ".json":
-      raise PermissionError(13, "Permission denied", str(path))
-    return read(path)
-
-  monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
-  with pytest.raises(ConfigError, match=r"manifest.json cannot be read \(Permission"):
-    data_lib.TrainIterator(c)
 
 
 @pytest.mark.parametrize(

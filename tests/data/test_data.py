@@ -236,12 +236,6 @@ def test_a_position_of_several_shards_resumes_with_another_m(tiny):
   np.testing.assert_array_equal(rows.reshape(2, 4, 16), batches(two, 4)[3])
 
 
-def test_one_replica_alone_has_the_same_batches(tiny):
-  c = config_lib.resolve(tiny)
-  both, second = batches(c, 3), batches(c, 3, replica_ids=[1])
-  np.testing.assert_array_equal([b[1:] for b in both], second)
-
-
 def split_positions(c, groups, steps):
   """Joins the positions of processes with the given replicas after some steps."""
   position = {}
@@ -418,40 +412,11 @@ def test_bos_begins_a_document_and_stands_for_no_bytes(tiny):
     assert begun.num_bytes(1, n + 1) == plain.num_bytes(1, n)
 
 
-def test_a_model_may_have_more_ids_than_the_tokenizer(tiny):
-  expected = make_documents(config_lib.resolve(tiny), "eval")[0]
-  tiny.model.vocab_size = 4096
-  found = make_documents(config_lib.resolve(tiny), "eval")[0]
-  np.testing.assert_array_equal(found, expected)
-
-
 def test_training_never_sees_held_out_documents(tiny):
   train, held_out = (data_lib.make_source(tiny.data, s) for s in ("train", "eval"))
   texts = [{s[i] for i in range(len(s))} for s in (train, held_out)]
   assert texts[0].isdisjoint(texts[1])
   assert len(train) + len(held_out) >= 240
-
-
-def test_text_comes_back_exactly_and_every_byte_has_a_token(tiny):
-  tokenizer = data_lib.load_tokenizer("sotu_2048")
-  assert tokenizer.vocab_size == 2048
-  held_out = data_lib.make_source(tiny.data, "eval")
-  for text in [held_out[0], "tab\t, two  spaces,\n\nlines, Ω, 字, \x07"]:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert 3 not in tokenizer.encode(text)
-
-
-def test_a_unigram_model_needs_more_than_two_bits_per_byte(tiny):
-  # A trained model must beat the frequencies of the training tokens.
-  tiny.eval.tokens = 0
-  c = config_lib.resolve(tiny)
-  documents, held_out = make_documents(c, "train"), data_lib.make_eval_set(c)
-  counts = np.ones(c.model.vocab_size)
-  for i in range(len(documents)):
-    counts += np.bincount(documents[i], minlength=len(counts))
-  bits = -np.log2(counts / counts.sum())
-  total = (bits[held_out.tokens] * held_out.weights).sum()
-  assert 2.2 < total / held_out.num_bytes < 2.6
 
 
 @pytest.fixture(scope="module")
@@ -511,21 +476,6 @@ def test_slices_of_a_split_are_disjoint_and_complete(tiny, standin):
 
 def _texts(source):
   return [source[i] for i in range(len(source))]
-
-
-def test_standins_have_the_real_features_and_splits(standin):
-  for name, features, splits in (
-    (
-      "c4/en/3.1.0",
-      {"text", "url", "content-type", "content-length", "timestamp"},
-      {"train", "validation"},
-    ),
-    ("dolma/1.0.0", {"id", "text", "added", "created", "source"}, {"train"}),
-  ):
-    described = json.loads((standin / name / "features.json").read_text())
-    assert set(described["featuresDict"]["features"]) == features
-    info = json.loads((standin / name / "dataset_info.json").read_text())
-    assert {split["name"] for split in info["splits"]} == splits
 
 
 @pytest.mark.parametrize(
@@ -623,19 +573,6 @@ def test_an_evaluation_batch_of_exactly_as_many_tokens_as_fit_is_kept(
     data_lib.make_eval_set(c)
   monkeypatch.setattr(pipeline, "MOST_TOKENS", 64)
   assert data_lib.make_eval_set(c).tokens.shape[1:] == (4, 16)
-
-
-def test_a_huge_evaluation_batch_is_refused(tiny):
-  tiny.eval.batch_size = 1 << 30
-  with pytest.raises(ConfigError, match=r"eval.batch_size is 1073741824, which reads"):
-    data_lib.make_eval_set(config_lib.resolve(tiny))
-
-
-def test_line_ends_are_read_as_stored(tiny, tmp_path):
-  (tmp_path / "0.txt").write_bytes(b"held out")
-  (tmp_path / "1.txt").write_bytes(b"a\r\nb\n")
-  tiny.data.source = f"files:{tmp_path}/*.txt"
-  assert data_lib.make_source(tiny.data, "train")[0] == "a\r\nb\n"
 
 
 def make_standin(*flags):

@@ -79,16 +79,6 @@ def test_too_few_documents_name_paragraphs_as_a_way_out(tiny, book):
   assert files.more_documents("files:/data/*.jsonl.gz") == "add documents"
 
 
-def test_held_out_documents_without_text_are_refused(tiny, book):
-  book.unlink()
-  for i in range(30):
-    text = "" if i % files.HOLD_OUT_EVERY == 0 else "Some words."
-    (book.parent / f"{i:02}.txt").write_text(text)
-  tiny.data.source = f"files:{book.parent}/*.txt"
-  with pytest.raises(ConfigError, match="whose held-out part has no text"):
-    data_lib.make_eval_set(config_lib.resolve(tiny))
-
-
 def test_a_folder_stands_for_its_files_that_are_not_hidden(tmp_path):
   for name in ("b.txt", "in/a.txt", "in/deep/c[1].jsonl", ".git/config", ".hidden"):
     path = tmp_path / name
@@ -196,26 +186,6 @@ def test_a_file_that_vanishes_while_training_is_named(tiny, tmp_path):
   with pytest.raises(ConfigError, match=message):
     list(itertools.islice(iterator, 30))
   iterator.close()
-
-
-def test_a_file_without_permission_is_named(tiny, tmp_path, monkeypatch):
-  """Root may read everything, so the test replaces the refusal of the system."""
-  path = tmp_path / "a.jsonl"
-  path.write_bytes(GOOD)
-  tiny.data.source = f"files:{path}"
-
-  opened = pathlib.Path.open
-
-  def refuse(path, *args, **kwargs):
-    if path.suffix == ".jsonl":
-      raise PermissionError(13, "Permission denied", str(path))
-    return opened(path, *args, **kwargs)
-
-  monkeypatch.setattr(pathlib.Path, "open", refuse)
-  with pytest.raises(
-    ConfigError, match=r"cannot be read \(.*Permission denied: .*a.jsonl"
-  ):
-    data_lib.TrainIterator(config_lib.resolve(tiny))
 
 
 def test_a_field_of_another_name_follows_a_hash(tmp_path):

@@ -245,10 +245,6 @@ def test_a_folder_takes_one_preparation(lines, tmp_path, in_line):
     pytest.raises(ConfigError, match="another process is working there"),
   ):
     prepare.tokenize(lines, "train", "sotu_2048", folder)
-  (tmp_path / "b").mkdir()
-  (tmp_path / "b" / "thesis.tex").touch()
-  with pytest.raises(ConfigError, match=r"holds other files \(thesis.tex\)"):
-    prepare.tokenize(lines, "train", "sotu_2048", tmp_path / "b")
 
 
 @pytest.mark.parametrize(
@@ -325,24 +321,6 @@ def test_one_command_prepares_both_splits(tiny, lines, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "give one split, or two different ones" in errors
-
-
-def test_the_benchmark_takes_no_folder_with_files(tmp_path):
-  (tmp_path / "thesis.tex").touch()
-  run = subprocess.run(
-    [
-      sys.executable,
-      ROOT / "scripts/benchmarks/bench_prepare.py",
-      f"--folder={tmp_path}",
-    ],
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert run.returncode == 2
-  assert "which holds files; choose an empty or a new one" in run.stderr
-  assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_run_checks_its_arrays(tiny, lines, tmp_path, in_line):
@@ -428,13 +406,6 @@ def test_compressed_files_are_tokenized_but_no_run_reads_them_directly(
     ConfigError, match=r"json.gz can only be .*; run `python .*prepare_data"
   ):
     data_lib.make_source(tiny.data, "train")
-
-
-def test_a_line_without_text_is_reported_with_its_place(lines, tmp_path, in_line):
-  path = pathlib.Path(lines.removeprefix("files:").replace("*", "1"))
-  path.write_text('{"text": "good"}\n{"txt": "bad"}\n')
-  with pytest.raises(ValueError, match=r"1.jsonl, line 2, is not a JSON object"):
-    prepare.tokenize(lines, "all", "sotu_2048", tmp_path / "a")
 
 
 @pytest.mark.parametrize("kind", ["array_record", "json.gz"])

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from matplotlib.colors import same_color
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -56,13 +55,6 @@ def test_every_merge_is_a_mark_on_the_replica_that_merges(tiny):
   assert marks == expected
   waits = [b for b in boxes if b.get_alpha() == 0.3]
   assert {(b.get_x(), b.get_width()) for b in waits} == {(s.step + 1, 3) for s in sends}
-
-
-def test_the_colour_is_that_of_the_algorithm(tiny):
-  tiny.sync_every, tiny.train.steps, tiny.algorithm = 8, 40, "diloco"
-  c = resolve(tiny)
-  _, boxes, _ = drawn(c, 8, 20)
-  assert any(same_color(b.get_facecolor(), "#de8f05") for b in boxes)
 
 
 def test_rows_name_the_parameters_of_the_fragments(tiny):

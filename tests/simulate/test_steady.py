@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import workloads
 
-from diloco.simulate import __main__ as command
 from diloco.simulate.steady import make_rules, required_bandwidth, steady_utilisation
 from diloco.simulate.utilisation import Workload, utilisation
 
@@ -107,13 +105,3 @@ def test_impossible_targets_are_refused():
     required_bandwidth(diloco, 1.0)
   with pytest.raises(ValueError, match="bandwidth is 0 bit/s, but must be above 0"):
     steady_utilisation(work, [0])
-
-
-def test_the_commands_answer_for_the_long_run(capsys):
-  model = ["--params=1B", "--layers=24", "--step_time=0.1", "--tau=5", "--json"]
-  assert command.main(["bandwidth", *model, "--target=0.99"]) == 0
-  gbits = json.loads(capsys.readouterr().out)["gbits"]
-  work = Workload.of_equal_layers(1e9, 24, 0.1, tau=5, **FP4)
-  assert gbits * 1e9 == pytest.approx(required_bandwidth(work, 0.99))
-  assert command.main(["utilisation", *model, f"--gbits={gbits}"]) == 0
-  assert json.loads(capsys.readouterr().out)["utilisation"] == pytest.approx(0.99)

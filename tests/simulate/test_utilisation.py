@@ -76,26 +76,6 @@ def test_more_overlap_is_never_worse(work):
     best = reached
 
 
-def test_slow_links_in_closed_form():
-  # The link is so slow that compute time does not count.
-  work = Workload.of_equal_layers(1e9, 4, 0.1, method="data_parallel", bits=16)
-  slow = 1e6
-  assert utilisation(work, [slow])[0] == pytest.approx(0.1 / (16e9 / slow), rel=1e-3)
-  # DiLoCo uses the link once every H steps.
-  diloco = Workload.of_equal_layers(
-    1e9, 4, 0.1, method="diloco", sync_every=50, bits=16
-  )
-  assert utilisation(diloco, [slow])[0] == pytest.approx(
-    50 * 0.1 / (16e9 / slow), rel=1e-2
-  )
-
-
-def test_one_layer_in_closed_form():
-  # Forward, backward and reduction run one after another: nothing can overlap.
-  work = Workload((1e9,), 0.2, method="data_parallel", bits=16)
-  assert utilisation(work, [1e11])[0] == pytest.approx(0.2 / (0.2 + 0.16))
-
-
 def test_a_link_in_closed_form(monkeypatch):
   monkeypatch.setitem(LINKS, "mine", Link(0.8, 0.1))
   monkeypatch.setitem(LINKS, "waits", Link(1.0, 0.1))
@@ -169,13 +149,6 @@ def test_errors_name_the_field_the_value_and_the_limit(fields, message):
   valid = {"params": 1e9, "layers": 24, "step_time": 0.1}
   with pytest.raises(ValueError, match=message):
     Workload.of_equal_layers(**valid | fields)
-
-
-def test_impossible_bandwidths():
-  work = Workload.of_equal_layers(1e9, 24, 0.1)
-  for rate in (0, -1, math.nan):
-    with pytest.raises(ValueError, match=r"bandwidth is .*, but must be above 0"):
-      utilisation(work, [rate])
 
 
 def test_the_commands_agree(capsys):

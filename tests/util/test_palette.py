@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from diloco.util.palette import COLORS, OTHERS, legend, looks, panels, shades
+from diloco.util.palette import COLORS, legend, looks, panels, shades
 
 
 def hsl(color: str) -> tuple[float, float, float]:
@@ -20,10 +20,6 @@ def luminance(color: str) -> float:
   rgb = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
   linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in rgb]
   return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_every_colour_prints_on_white():
-  assert all(luminance(color) < 0.5 for color in (*COLORS.values(), *OTHERS))
 
 
 def test_the_legend_has_the_order_of_the_curves():
@@ -61,7 +57,3 @@ def test_lines_of_one_algorithm_differ_in_shade_and_dashes():
   assert [look["color"] for look in of_diloco] == shades(COLORS["diloco"], 3)
   assert len({str(look["ls"]) for look in of_diloco}) == 3
   assert found[1]["ls"] == found[3]["ls"] == "-"
-
-
-def test_no_colour_stands_for_two_things():
-  assert len({*COLORS.values(), *OTHERS}) == len(COLORS) + len(OTHERS)
