@@ -118,7 +118,8 @@ def test_a_progress_bar_counts_choices_over_many_batches(capsys):
     one = [
       score.score(params, [s], c.model, c.eval.batch_size, mesh)[0] for s in sequences
     ]
-    assert capsys.readouterr().err == ""
+    # A machine that is busy also names what it compiles for seconds.
+    assert "1/1" not in capsys.readouterr().err
     many = score.score(params, sequences, c.model, c.eval.batch_size, mesh, show=True)
   np.testing.assert_allclose(many, one, rtol=1e-5)
   assert "41/41" in capsys.readouterr().err
