@@ -23,11 +23,19 @@ import sys
 
 from diloco.config.command_line import load_config
 from diloco.errors import ConfigError
-from diloco.simulate import memory, options, tables, wallclock
-from diloco.simulate.arguments import Answer, Args, assumed, training, workload
+from diloco.simulate import arguments, memory, tables, wallclock
+from diloco.simulate.arguments import (
+  OPTIONS,
+  Answer,
+  Args,
+  Command,
+  Option,
+  assumed,
+  training,
+  workload,
+)
 from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.simulate.limits import NO_ROUNDS
-from diloco.simulate.options import GROUPS, Command, Option
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.util import palette, shipped
 from diloco.util.command import Parser, guarded, make_folder, parse_count
@@ -45,29 +53,36 @@ def main(argv: list[str] | None = None) -> int:
 def make_parser() -> Parser:
   parser = Parser(prog="python -m diloco simulate", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
-  for name, (text, _, own) in known().items():
-    command = commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS)
-    for option, o in {"json": Option("print JSON", bool), **own}.items():
-      kind = {"action": "store_true"} if o.type is bool else {"type": o.type}
-      command.add_argument(f"--{option}", help=o.help, required=o.required, **kind)
+  for name, command in known().items():
+    p = commands.add_parser(name, help=command.help, argument_default=argparse.SUPPRESS)
+    for option, (text, kind, _) in options_of(command).items():
+      how = {"action": "store_true"} if kind is bool else {"type": kind}
+      must = f"{option}!" in command.options.split()
+      p.add_argument(f"--{option}", help=text, required=must, **how)
   commands.choices["figure"].add_argument("name", help="for example s4 or c10")
   return parser
+
+
+def options_of(command: Command) -> dict[str, Option]:
+  """Returns the options of a command by name."""
+  own = {name: OPTIONS[name] for name in command.options.replace("!", "").split()}
+  return {"json": Option("print JSON", bool), **own, **command.more}
 
 
 def run(args: Args) -> None:
   """Runs a command and prints its answer."""
   command = known()[args["command"]]
-  for name, option in command.options.items():
+  for name, option in options_of(command).items():
     if name in args and "config" in args and option.field:
       raise ConfigError(f"--config gives {name}; set --config.{option.field} instead.")
-    if name in args and name in options.IGNORED.get(args.get("method", ""), ()):
+    if name in args and name in arguments.IGNORED.get(args.get("method", ""), ()):
       raise ConfigError(f"--method={args['method']} ignores --{name}; leave it out.")
   if "config" in args:
     args["config"] = load_config(args["config"], args["overrides"])
   elif args["overrides"]:
     field = args["overrides"][0].partition("=")[0]
     raise ConfigError(f"{field} needs a --config before it.")
-  for name in options.COUNTS:
+  for name in arguments.COUNTS:
     if name in args:
       args[name] = parse_count(args[name], f"--{name}")
   data, text = command.run(args)
@@ -151,28 +166,33 @@ def columns(rows: list[dict[str, float | str]]) -> str:
   return pd.DataFrame(rows).to_string(index=False, float_format="{:.5g}".format)
 
 
+_MODEL = "config chips peak_tflops mfu params layers step_time replicas link"
+_METHOD = f"{_MODEL} method sync_every fragment_size tau bits latency"
+_TRAINING = "params tokens batch_tokens replicas sync_every outer_bits network gbits"
 COMMANDS = {
   "table4": Command("Streaming DiLoCo's Table 4, ours against paper", table),
   "table6": Command("Scaling Laws' Table 6, ours against paper", table),
   "table1": Command("Streaming DiLoCo's Table 1, hours at 1 Gbit/s", table),
-  "figure": Command("draw one figure", draw, GROUPS["figure"]),
-  "figures": Command("draw all figures", draw, GROUPS["figure"]),
-  "utilisation": Command(
-    "utilisation that a link reaches",
-    link,
-    GROUPS["utilisation"],
-  ),
-  "bandwidth": Command("link that a utilisation needs", link, GROUPS["bandwidth"]),
+  "figure": Command("draw one figure", draw, "out!"),
+  "figures": Command("draw all figures", draw, "out!"),
+  "utilisation": Command("utilisation that a link reaches", link, f"{_METHOD} gbits!"),
+  "bandwidth": Command("link that a utilisation needs", link, f"{_METHOD} target"),
   "wallclock": Command(
-    "idealised hours, Appendix A of 2503.09799", compare, GROUPS["wallclock"]
+    "idealised hours, Appendix A of 2503.09799; H is 30 by default",
+    compare,
+    f"config {_TRAINING} latency",
+    {
+      "bits": Option("bits per inner gradient; default 16"),
+      "chips": Option("chips R; default one per 16,384 tokens of the batch, or more"),
+    },
   ),
   "memory": Command(
     "bytes of parameters and optimizers; default 100B, 108 layers",
     states,
-    GROUPS["memory"],
+    "config params layers fragment_size",
   ),
   "schedule": Command(
-    "draw a config's sends and merges", draw_schedule, GROUPS["schedule"]
+    "draw a config's sends and merges", draw_schedule, "config! first last out!"
   ),
 }
 

@@ -1,17 +1,105 @@
-"""What the arguments of a command describe: a workload, or a run. No JAX."""
+"""The options of the simulators' commands, and what they describe. No JAX."""
 
+import argparse
 import dataclasses
-from typing import Any
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from diloco.errors import ConfigError
 from diloco.simulate import from_config, wallclock
 from diloco.simulate.compute_time import MFU, PEAK_TFLOPS, step_time
 from diloco.simulate.limits import check
-from diloco.simulate.options import COMPUTE
-from diloco.simulate.utilisation import Workload
+from diloco.simulate.utilisation import LINKS, Workload
+from diloco.util.command import as_path
 
 Args = dict[str, Any]  # The arguments that are given, by name.
-Answer = tuple[Any, str]  # The data that --json prints, and the text without --json.
+Answer = tuple[object, str]  # The data that --json prints, and the text without --json.
+
+
+def number(text: str) -> float:
+  """Parses a number whose products stay finite."""
+  try:
+    value = float(text)
+  except ValueError:
+    value = math.nan
+  if value and not 1e-30 <= abs(value) <= 1e30:
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1e-30 to 1e30")
+  return value
+
+
+def whole(text: str) -> int:
+  """Parses a whole number of at most 12 digits; 64 bits hold positions in a round."""
+  if not re.fullmatch(r"-?\d{1,12}", text):
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number up to 12 digits")
+  return int(text)
+
+
+class Option(NamedTuple):
+  """An option of the command line.
+
+  Attributes:
+    help: meaning, unit and default.
+    type: converts the text; bool: the option has none, and is given or not.
+    field: the config field that gives this value. Such an option excludes --config.
+  """
+
+  help: str
+  type: Callable[[str], Any] = number
+  field: str = ""
+
+
+class Command(NamedTuple):
+  """A simulator.
+
+  Attributes:
+    help: what it answers.
+    run: computes the answer from the arguments that are given, by name.
+    options: names of OPTIONS, separated by spaces; those with an exclamation mark must
+      be given.
+    more: options of this command alone.
+  """
+
+  help: str
+  run: Callable[[Args], Answer]
+  options: str = ""
+  more: Mapping[str, Option] = {}
+
+
+OPTIONS = {
+  "config": Option("config, instead of numbers: configs/chinchilla.py:1.3B,M=2", str),
+  "chips": Option("chips of all replicas together", whole),
+  "peak_tflops": Option(f"peak TFLOP/s of a chip, for --config; default {PEAK_TFLOPS}"),
+  "mfu": Option(f"share of the peak that is reached, for --config; default {MFU}"),
+  "params": Option("parameters N, such as 4e9, 4B or 700M", str, "model.dim"),
+  "layers": Option("transformer layers", whole, "model.num_layers"),
+  "step_time": Option("seconds of compute per step"),
+  "replicas": Option("replicas M; default 2", whole, "replicas"),
+  "link": Option(f"what the link lacks: {', '.join(LINKS)}; default ideal", str),
+  "method": Option("data_parallel, diloco, streaming (default)", str, "algorithm"),
+  "sync_every": Option("inner steps H per round; default 100", whole, "sync_every"),
+  "fragment_size": Option("layers of a fragment; default 3", whole, "fragments.size"),
+  "tau": Option("inner steps that hide a reduction; default 1", whole, "overlap.tau"),
+  "bits": Option("bits per value on the link; default 4", number, "wire.format"),
+  "latency": Option("seconds per reduction; default 0"),
+  "gbits": Option("bandwidth of the link between replicas, Gbit/s"),
+  "target": Option("utilisation to reach; default 0.95"),
+  "tokens": Option("training tokens D, such as 20B", str, "train.tokens"),
+  "batch_tokens": Option("tokens per inner step", str, "train.batch_size"),
+  "outer_bits": Option("bits per outer gradient; default 16", number, "wire.format"),
+  "network": Option("between datacentres: low (default), medium or high", str),
+  "first": Option("first inner step to draw; default shortly before step H", whole),
+  "last": Option("last inner step to draw; default one round later", whole),
+  "out": Option("file or folder to write", as_path),
+}
+COMPUTE = ("chips", "peak_tflops", "mfu")  # What gives the step time of a config.
+# The options without effect on a method.
+IGNORED = {
+  "data_parallel": ("sync_every", "fragment_size", "tau"),
+  "diloco": ("fragment_size", "tau"),
+}
+COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
 
 
 def workload(args: Args) -> Workload:

@@ -40,9 +40,8 @@ import numpy as np
 from diloco.config import Config, changed, resolve
 from diloco.config.comparable import basis, differing, model_fields
 from diloco.errors import ConfigError
-from diloco.simulate.arguments import Answer, Args, workload
+from diloco.simulate.arguments import Answer, Args, Command, Option, whole, workload
 from diloco.simulate.limits import check
-from diloco.simulate.options import COMPUTE, GROUPS, Command, Option, whole
 from diloco.simulate.steady import steady_utilisation
 from diloco.spec.fields import Range
 from diloco.spec.shapes import matrix_params
@@ -344,19 +343,20 @@ def several(text: str) -> list[int]:
   return [whole(part) for part in text.split(",")]
 
 
-OPTIONS = {
-  name: GROUPS["model"][name] for name in ("config", *COMPUTE, "step_time", "link")
-}
-OPTIONS |= {
-  "gbits": GROUPS["utilisation"]["gbits"],
-  "latency": GROUPS["method"]["latency"],
-  "sync_time": Option("seconds that the syncs of a round compute; default 0"),
-  "replicas": Option("numbers of replicas, such as 2,4; default the config's", several),
-  "curve": Option("folder of a data-parallel run, for --target", pathlib.Path),
-  "target": Option("held-out loss to reach, nats per token"),
-  "all": Option("show all rows", bool),
-}
-COMMAND = Command("H, tau, format and M for a link: hours and loss", plan, OPTIONS)
+COMMAND = Command(
+  "H, tau, format and M for a link: hours and loss",
+  plan,
+  "config chips peak_tflops mfu step_time link gbits! latency",
+  {
+    "sync_time": Option("seconds that the syncs of a round compute; default 0"),
+    "replicas": Option(
+      "numbers of replicas, such as 2,4; default the config's", several
+    ),
+    "curve": Option("folder of a data-parallel run, for --target", pathlib.Path),
+    "target": Option("held-out loss to reach, nats per token"),
+    "all": Option("show all rows", bool),
+  },
+)
 
 if __name__ == "__main__":
   from diloco.simulate.__main__ import main
