@@ -87,7 +87,7 @@ def collectives(hlo: str) -> list[Collective]:
   Raises:
     ValueError: the kind of a collective is not known, so its bytes would be missing.
   """
-  found = []
+  listed = []
   for line in hlo.splitlines():
     match = _COLLECTIVE.search(line)
     if not match:
@@ -108,8 +108,8 @@ def collectives(hlo: str) -> list[Collective]:
       arrays = arrays[0 if kind == "all-reduce" else len(arrays) // 2 :]
     for dtype, shape in arrays:
       dims, groups = _numbers(shape), _groups(rest)
-      found.append(Collective(name, kind, dtype, dims, groups, senders))
-  return found
+      listed.append(Collective(name, kind, dtype, dims, groups, senders))
+  return listed
 
 
 def across_replicas(hlo: str, mesh: Mesh) -> list[Collective]:
@@ -156,12 +156,12 @@ def windows(hlo: str, mesh: Mesh) -> list[Window]:
   entry = hlo.index("\nENTRY ")
   lines = hlo[entry : hlo.index("\n}", entry)].splitlines()
   loops = [i for i, line in enumerate(lines) if " while(" in line]
-  found = []
+  listed = []
   for i, line in enumerate(lines):
     for c in across_replicas(line, mesh):
       end = _end(lines, line, c)
-      found.append(Window(c, sum(i < k < end for k in loops), len(loops)))
-  return found
+      listed.append(Window(c, sum(i < k < end for k in loops), len(loops)))
+  return listed
 
 
 def _check_no_collective(line: str) -> None:

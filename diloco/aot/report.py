@@ -194,9 +194,9 @@ def _size(nbytes: float) -> str:
 
 
 def _memory(devices: Sequence[jax.Device]) -> int:
-  found = hardware.hbm_bytes(devices[0].device_kind)
-  assert found is not None, "a chip of TOPOLOGIES is missing in hardware.CHIPS"
-  return found
+  nbytes = hardware.hbm_bytes(devices[0].device_kind)
+  assert nbytes is not None, "a chip of TOPOLOGIES is missing in hardware.CHIPS"
+  return nbytes
 
 
 def _described(window: hlo.Window) -> str:

@@ -75,8 +75,8 @@ def describe(topology: str, slices: int = 1) -> list[jax.Device]:
     )
   # By default, libtpu assumes that a host holds at least four chips.
   host = {"chips_per_host_bounds": (1, 1, 1)} if grid == "1x1" else {}
-  found = topologies.get_topology_desc(topology, "tpu", num_slices=slices, **host)
-  return list(found.devices)
+  described = topologies.get_topology_desc(topology, "tpu", num_slices=slices, **host)
+  return list(described.devices)
 
 
 def _describe_nodes(chip: str, gpus: str, nodes: int) -> list[jax.Device]:
@@ -89,7 +89,7 @@ def _describe_nodes(chip: str, gpus: str, nodes: int) -> list[jax.Device]:
   facts = pathlib.Path(__file__).with_name(f"{chip}.txtpb").read_text()
   shape = f"1x{nodes}x{gpus}"  # Partitions, hosts, devices of a host.
   try:
-    found = topologies.get_topology_desc(
+    description = topologies.get_topology_desc(
       platform="cuda", topology=shape, target_config=facts
     )
   except (RuntimeError, ValueError) as error:
@@ -97,7 +97,7 @@ def _describe_nodes(chip: str, gpus: str, nodes: int) -> list[jax.Device]:
       f"JAX's CUDA plugin does not describe {chip} ({one_line(error)}); install the"
       " version that belongs to JAX: pip install 'jax[cuda12-local]'."
     ) from error
-  return list(found.devices)
+  return list(description.devices)
 
 
 def make_mesh(c: Config, devices: list[jax.Device]) -> Mesh:

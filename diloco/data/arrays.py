@@ -127,18 +127,18 @@ def _load(path: pathlib.Path, dtype: DTypeLike, length: int) -> np.ndarray:
   """
   with reading():
     try:
-      found = np.lib.format.open_memmap(path, mode="r")
+      array = np.lib.format.open_memmap(path, mode="r")
     except OSError:
       raise
     except Exception as error:  # NumPy's parser of headers raises many kinds.
       raise _damage(path, "which is no array") from error
-  if found.dtype != dtype or found.shape != (length,):
+  if array.dtype != dtype or array.shape != (length,):
     raise _damage(
       path,
-      f"which holds {found.dtype}{list(found.shape)} instead of"
+      f"which holds {array.dtype}{list(array.shape)} instead of"
       f" {np.dtype(dtype)}[{length}]",
     )
-  return found
+  return array
 
 
 def _damage(path: pathlib.Path, what: str) -> ConfigError:

@@ -50,13 +50,13 @@ def contents(c: Config, tokenizer: Tokenizer, held_out: str) -> dict[str, str]:
   Raises:
     ConfigError: a file is missing or cannot be read.
   """
-  found = {"data.tokenizer": tokenizer.sha256, HELD_OUT: held_out}
+  digests = {"data.tokenizer": tokenizer.sha256, HELD_OUT: held_out}
   with files_lib.reading():
-    found["data.source"] = digest(_parts(c.data, c.data.train_split))
+    digests["data.source"] = digest(_parts(c.data, c.data.train_split))
   for task in map(pathlib.Path, map(str.strip, c.eval.tasks.split(","))):
     if task.is_file():
-      found[f"the task {task}"] = digest(sample(task))
-  return found | made_with(c)
+      digests[f"the task {task}"] = digest(sample(task))
+  return digests | made_with(c)
 
 
 @functools.cache

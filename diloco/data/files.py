@@ -89,9 +89,9 @@ def make_file(path: pathlib.Path, paragraphs: bool, field: str = "text") -> File
 def _pattern(source: str) -> tuple[str, str]:
   """Divides `files:<glob>#<field>` into glob and field; without a field: text."""
   pattern = source.partition(":")[2]
-  found = re.fullmatch(r"(.+)#(\w+)", pattern)
-  if found and not os.path.exists(pattern):
-    return found[1], found[2]
+  named = re.fullmatch(r"(.+)#(\w+)", pattern)
+  if named and not os.path.exists(pattern):
+    return named[1], named[2]
   return pattern, "text"
 
 
@@ -124,8 +124,8 @@ def _below(folder: str) -> Iterator[str]:
 
 def scan(files: Sequence[File], split: str) -> list[np.ndarray]:
   """Scans text files; returns the DOCUMENTs of each that belong to a split."""
-  found = [file.scan() for file in files]
-  return [rows[in_split(split, i, rows["offset"])] for i, rows in enumerate(found)]
+  documents = [file.scan() for file in files]
+  return [rows[in_split(split, i, rows["offset"])] for i, rows in enumerate(documents)]
 
 
 def more_documents(source: str) -> str:

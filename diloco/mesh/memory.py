@@ -41,8 +41,8 @@ def explain(error: BaseException) -> str | None:
   for frame in traceback.extract_tb(error.__traceback__):  # The innermost is last.
     path = pathlib.Path(frame.filename)
     if path.is_relative_to(PACKAGE):
-      own = path.relative_to(PACKAGE).as_posix()
-      known = [p for p in _PROGRAMS if own.startswith(p)]
+      name_here = path.relative_to(PACKAGE).as_posix()
+      known = [p for p in _PROGRAMS if name_here.startswith(p)]
       name, remedy = _PROGRAMS[known[0]] if known else (name, remedy)
   size = re.search(r"alloc\w* ([\d.]+ ?\w*)", text)
   device = jax.devices()[0].device_kind

@@ -250,13 +250,13 @@ def run(args: argparse.Namespace) -> int:
     if not args.list:
       raise ConfigError("--out is missing; give the folder of runs, page and figures.")
     args.text = ""
-  found = sweeps(args)
-  driver = make_driver(found, args)
+  by_name = sweeps(args)
+  driver = make_driver(by_name, args)
   driver.cells()  # Reads the configs of all runs that are asked for.
   if refused := driver.refused():
     raise ConfigError(refused[0].error)
   if args.list:
-    print("\n".join(listing(driver, [*found], args.jobs)))
+    print("\n".join(listing(driver, [*by_name], args.jobs)))
     return 0
   make_folder(args.out, "--out")
   status = 0
@@ -264,9 +264,9 @@ def run(args: argparse.Namespace) -> int:
     with table.alone(args.out):
       if args.retry_failed:
         table.retry_failed(args.out)
-        driver = make_driver(found, args)
+        driver = make_driver(by_name, args)
       status = drive(driver, progress.Live())
-  print(f"page         {report(found, driver, args)}")
+  print(f"page         {report(by_name, driver, args)}")
   return status or int(any(cell.state == "failed" for cell in driver.cells()))
 
 

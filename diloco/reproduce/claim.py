@@ -140,7 +140,7 @@ def rows(
     cells: {ablation: its cells}.
     hours: returns the hours of a core that the runs of some cells have taken.
   """
-  found = []
+  decided_rows = []
   for claim in claims:
     if claim.ablation not in tables:
       continue
@@ -153,9 +153,9 @@ def rows(
       decided = FAILED if failed else verdict(claim, values)
     here = f"{_formatted(claim, values)}; shown if {_range(claim)}"
     command, cost = f"reproduce --only={claim.ablation} --out=OUT", hours(asked)
-    own = (claim.text, claim.source, "trained", claim.paper, here, command)
-    found.append(dict(zip(COLUMNS, (*own, f"{cost:.2f} h", decided))))
-  return found
+    words = (claim.text, claim.source, "trained", claim.paper, here, command)
+    decided_rows.append(dict(zip(COLUMNS, (*words, f"{cost:.2f} h", decided))))
+  return decided_rows
 
 
 def table(found: Sequence[Row]) -> pd.DataFrame:

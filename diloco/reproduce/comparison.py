@@ -66,7 +66,7 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
     best.pop(name, None)
   tested = lambda row: all(row[f"test_loss{end}"] is not None for end in which.values())
   test = "test_" * all(tested(row) for _, row in best.values())
-  found = [
+  records = [
     {
       **(cell.best or {}),
       EVALUATED: name,
@@ -79,9 +79,9 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
     for cell, row in best.values()
     for name, end in which.items()
   ]
-  if not found:
+  if not records:
     return pd.DataFrame(columns=[chart.x, *chart.by, "loss"])
-  table = pd.DataFrame(found)
+  table = pd.DataFrame(records)
   table["seed"] = table["seed"].fillna(0).astype(int) if "seed" in table else 0
   return table.assign(more=_more(chart, cells[0][0].cell, table))
 
@@ -213,19 +213,19 @@ def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
 def figure(chart: Chart, table: pd.DataFrame) -> Figure:
   """Makes the matplotlib figure: one panel per entry of chart.y; `draw` saves it."""
   table = in_words(chart, table)
-  own, bars = paired(chart, table), f"Bars: {drawing.SPREAD}"
-  if own is not table and any(y == "loss" for y, _ in chart.y):
+  shown, bars = paired(chart, table), f"Bars: {drawing.SPREAD}"
+  if shown is not table and any(y == "loss" for y, _ in chart.y):
     bars += ";\nof losses, after the mean of each seed is subtracted"
   if chart.by_name:  # A point that is compared with itself lies at 0.
-    own = own[own[chart.x] != own[chart.against]]
-  words = not _numbers(own[chart.along or chart.x])
-  height = 1.3 + 0.2 * own[chart.x].nunique() if words else 3.2
-  ys = _panels(chart, own)
+    shown = shown[shown[chart.x] != shown[chart.against]]
+  words = not _numbers(shown[chart.along or chart.x])
+  height = 1.3 + 0.2 * shown[chart.x].nunique() if words else 3.2
+  ys = _panels(chart, shown)
   figure, panels = palette.panels(chart.title, [""] * len(ys), height)
   for panel, (y, label) in zip(panels, ys):
-    cells = spread(chart, own, y)
+    cells = spread(chart, shown, y)
     if chart.along:
-      cells[chart.x] = cells[chart.x].map(own.groupby(chart.x)[chart.along].mean())
+      cells[chart.x] = cells[chart.x].map(shown.groupby(chart.x)[chart.along].mean())
     _draw_panel(panel, cells, chart, label)
     if y == "more":
       (panel.axvline if words else panel.axhline)(0, color="black", lw=0.8, zorder=1)

@@ -39,7 +39,7 @@ Result = tuple[str, str]  # Our numbers and the verdict.
 @functools.cache
 def rows() -> list[Row]:
   """Computes every claim afresh; what several claims need counts for the first one."""
-  found = []
+  claims = []
   for name, claim in WORDS.items():
     # If a paper contradicts itself, `here` says what this code does; no function does.
     here, result, began = claim.get("here"), INCONSISTENT, time.perf_counter()
@@ -47,8 +47,8 @@ def rows() -> list[Row]:
       here, result = globals()[name]()
     cost = "-" if "here" in claim else f"{time.perf_counter() - began:.2f} s"
     row = {"here": here, "cost": cost, "verdict": result}
-    found.append({"choice": "", "command": "-", **claim, **row})
-  return found
+    claims.append({"choice": "", "command": "-", **claim, **row})
+  return claims
 
 
 def choices() -> list[str]:
@@ -68,10 +68,10 @@ cells_4 = functools.cache(tables.table4)
 @functools.cache
 def table_4() -> dict[str, list[float]]:
   """Returns our Gbit/s for 95% of each method, from 1B to 100B."""
-  found, at = dict[str, list[float]](), tables.TARGETS.index(0.95)
+  gbits, at = dict[str, list[float]](), tables.TARGETS.index(0.95)
   for row in cells_4():
-    found.setdefault(row.name.split()[1], []).append(row.ours[at])
-  return found
+    gbits.setdefault(row.name.split()[1], []).append(row.ours[at])
+  return gbits
 
 
 def cells_of_table_4() -> Result:
@@ -211,13 +211,13 @@ def offload_time() -> Result:
 def slopes() -> Result:
   """Fits the loss, not its logarithm, over ln(FLOPs): only that gives their numbers."""
   pairs = [_table_5(name) for name in ("data_parallel", H100)]
-  found = [np.polyfit(x, loss, 1)[0] for x, loss in pairs]
+  fitted = [np.polyfit(x, loss, 1)[0] for x, loss in pairs]
   # Losses are printed with two digits: each is off by at most 0.005, evenly spread.
   x, _ = pairs[0]
   error = 1.645 * 0.01 / 12**0.5 / (np.std(x) * len(x) ** 0.5)
-  here = f"{found[0]:.5f}, {found[1]:.5f}, each ± {error:.5f} by the printed digits;"
+  here = f"{fitted[0]:.5f}, {fitted[1]:.5f}, each ± {error:.5f} by the printed digits;"
   here += " slopes of the loss over ln(FLOPs), which are no exponents"
-  return verdict(here, np.allclose(found, (-0.13149, -0.13539), atol=error, rtol=0))
+  return verdict(here, np.allclose(fitted, (-0.13149, -0.13539), atol=error, rtol=0))
 
 
 def slopes_differ() -> Result:
@@ -231,8 +231,8 @@ def slopes_differ() -> Result:
 def _table_5(method: str) -> np.ndarray:
   """Returns ln(FLOPs) and loss of each size: float64 [2, sizes]."""
   rows = papers_table("reproduce", "streaming_table5_c4_scaling")
-  own = [row for row in rows if row["method"] == method and row["eval_loss"]]
-  pairs = [(np.log(float(row["flops"])), float(row["eval_loss"])) for row in own]
+  of_method = [row for row in rows if row["method"] == method and row["eval_loss"]]
+  pairs = [(np.log(float(row["flops"])), float(row["eval_loss"])) for row in of_method]
   return np.array(pairs).T
 
 

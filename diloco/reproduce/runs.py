@@ -89,11 +89,11 @@ def above_plain(cells: pd.DataFrame) -> pd.DataFrame:
   plain = cells[cells["curve"] == PLAIN].set_index("params")["losses"]
   others = cells[(cells["curve"] != PLAIN) & cells["params"].isin(plain.index)]
   by_seed = lambda losses: pd.Series(dict(losses))
-  found = [
+  differences = [
     100 * (by_seed(losses) / by_seed(plain[n]) - 1)
     for n, losses in zip(others["params"], others["losses"])
   ]
-  means, deviations = [x.mean() for x in found], [x.std() for x in found]
+  means, deviations = [x.mean() for x in differences], [x.std() for x in differences]
   return others.assign(more=means, more_std=deviations).dropna(subset="more")
 
 

@@ -51,14 +51,14 @@ def best_points(table: pd.DataFrame) -> list[str]:
 def laws(table: pd.DataFrame) -> list[str]:
   """Fits power laws A N^alpha (M^beta) to the best runs; lists the cells' problems."""
   try:
-    found, problems = results.fit_runs(main_grid(table), strict=False)
+    by_runs, problems = results.fit_runs(main_grid(table), strict=False)
   except ValueError as error:
     return [f"no laws: {error}"]
   columns = {
-    "runs": found,
-    "loss": [_law(law.loss) for law in found.values()],
-    "learning rate": [_law(law.learning_rate) for law in found.values()],
-    "batch (tokens)": [_law(law.batch) for law in found.values()],
+    "runs": by_runs,
+    "loss": [_law(law.loss) for law in by_runs.values()],
+    "learning rate": [_law(law.learning_rate) for law in by_runs.values()],
+    "batch (tokens)": [_law(law.batch) for law in by_runs.values()],
   }
   listed = [f"- {problem}" for problem in problems[:MOST_PROBLEMS]]
   if more := problems[MOST_PROBLEMS:]:

@@ -81,11 +81,11 @@ def make_parser() -> Parser:
 def tables(args: argparse.Namespace) -> list[dict]:
   """Computes the paper's tables and prints each of them when it is done."""
   _print(args, "ours [90% interval, Student's t] / paper")
-  found = []
+  computed = []
   for table in tables_lib.all_tables(args.sizes):
     _print(args, f"\n{tables_lib.show(table)}")
-    found.append(dataclasses.asdict(table))
-  return found
+    computed.append(dataclasses.asdict(table))
+  return computed
 
 
 def figures(args: argparse.Namespace) -> list[str]:
@@ -110,29 +110,29 @@ def fit(args: argparse.Namespace) -> dict[str, Any]:
   """
   table = runs.read(args.csv, parse_options(args.where, place="--where"))
   laws, problems = results.fit_runs(table, strict=not args.any)
-  found: dict[str, dict[str, Any]] = {}
+  answer: dict[str, dict[str, Any]] = {}
   parameters = ["value [90% interval, Student's t]; batch in tokens"]
   missed = ["|log y - log y~| at the largest N of laws fitted to the others, by M"]
   for name, law in laws.items():
-    found[name], left_out = {}, {}
+    answer[name], left_out = {}, {}
     for quantity in ("loss", "learning_rate", "batch"):
       label, one = f"{name:<18}{quantity:<15}", getattr(law, quantity)
       if one is None:
-        found[name][quantity] = None
+        answer[name][quantity] = None
         parameters.append(f"{label}-")
         continue
-      found[name][quantity] = {
+      answer[name][quantity] = {
         k: {"value": getattr(one.law, k), "interval": interval}
         for k, interval in one.interval().items()
       }
-      shown = [f"{k} {show(**p)}" for k, p in found[name][quantity].items()]
+      shown = [f"{k} {show(**p)}" for k, p in answer[name][quantity].items()]
       parameters.append(label + "  ".join(shown))
       if residuals := leave_largest_out(one):
         left_out[quantity] = residuals
         missed.append(label + "  ".join(f"{m}: {r:.4f}" for m, r in residuals.items()))
-    found[name]["left_out"] = left_out
+    answer[name]["left_out"] = left_out
   _print(args, "\n".join([*parameters, *missed, *(f"note: {p}" for p in problems)]))
-  return found | {"problems": problems}
+  return answer | {"problems": problems}
 
 
 def recommend(args: argparse.Namespace) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def recommend(args: argparse.Namespace) -> dict[str, Any]:
     laws, _ = results.fit_runs(table, strict=not args.any)
   n, m, method = parse_count(args.params, "--params"), args.replicas, args.method
   settings = (args.algorithm, args.overtrain, args.seq_len, args.fsdp)
-  found = recommend_lib.recommend(n, m, method, *settings, laws=laws)
-  answer = dataclasses.asdict(found)
+  recommended = recommend_lib.recommend(n, m, method, *settings, laws=laws)
+  answer = dataclasses.asdict(recommended)
   for key, algorithm in (("loss", args.algorithm), ("dp_loss", "data_parallel")):
     run = (n, m, method, algorithm)
     # Laws of the loss hold only for the tokens per parameter of the fitted runs.

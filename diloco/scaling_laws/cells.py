@@ -53,10 +53,10 @@ def joined(runs: pd.DataFrame) -> pd.DataFrame:
       row = part.index[(part["seed"] != most[0]).argmin()]
       every = tuple(zip(part["seed"], part["loss"]))
       rows[row] = tuple(x for x in every if x[0] != tuning) or every, every
-  found = runs.loc[sorted(rows)]
-  losses, every = zip(*(rows[i] for i in found.index))
+  settings = runs.loc[sorted(rows)]
+  losses, every = zip(*(rows[i] for i in settings.index))
   means = [statistics.mean(loss for _, loss in some) for some in losses]
-  return found.assign(loss=means, losses=losses, all_losses=every)
+  return settings.assign(loss=means, losses=losses, all_losses=every)
 
 
 def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:

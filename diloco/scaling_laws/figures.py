@@ -102,5 +102,5 @@ def _points(axes: Axes, algorithm: str, y: Callable[[Array, Array], Array]) -> N
 def _large(algorithm: str) -> Array:
   """Returns the losses measured at 4B and 10B; NaN stands for no run."""
   fit = "independent" if algorithm == "data_parallel" else "joint"
-  found = [paper.measured(algorithm, fit, scale) for scale in paper.LARGE]
-  return np.array(found, float)
+  losses = [paper.measured(algorithm, fit, scale) for scale in paper.LARGE]
+  return np.array(losses, float)

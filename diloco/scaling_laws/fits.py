@@ -54,8 +54,8 @@ class Fit(LeastSquares):
 
   def interval(self) -> dict[str, Interval]:
     """Returns the 90% interval of each parameter; for A, from the interval of log A."""
-    found = super().interval()
-    return found | {"A": exponentials(found["A"])}
+    intervals = super().interval()
+    return intervals | {"A": exponentials(intervals["A"])}
 
 
 def fit_power_law(

@@ -52,14 +52,14 @@ def fit_optimum(
       f"{form.name} has {len(n)} points for {len(form.names)} parameters; its"
       f" uncertainty needs {len(form.names) + 1}: add runs."
     )
-  found = optimize.least_squares(
+  solution = optimize.least_squares(
     lambda q: _log_form(form, q, n, m)[0] - np.log(y),
     _start(form, n, m, y),
     lambda q: _log_form(form, q, n, m)[1],
     x_scale="jac",
     max_nfev=300,
   )
-  return Optimum(form.names, n, m, -found.fun, found.x, form)
+  return Optimum(form.names, n, m, -solution.fun, solution.x, form)
 
 
 def _start(form: Form, n: Array, m: Array, y: Array) -> Array:
@@ -73,14 +73,14 @@ def _start(form: Form, n: Array, m: Array, y: Array) -> Array:
     for box, known in zip(form.parameters.values(), ~linear)
     if known
   ]
-  found = []
+  tried = []
   for exponents in itertools.product(*axes):
     q = np.ones(len(linear))
     q[~linear] = exponents
     design = (form.at(q, n, m)[1][linear] / y).T
     q[linear] = np.linalg.lstsq(design, np.ones_like(y))[0]
-    found.append((np.square(design @ q[linear] - 1).sum(), *q))
-  return np.array(min(found)[1:])
+    tried.append((np.square(design @ q[linear] - 1).sum(), *q))
+  return np.array(min(tried)[1:])
 
 
 def _log_form(form: Form, q: Array, n: Numbers, m: Numbers) -> tuple[Array, Array]:

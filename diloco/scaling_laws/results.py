@@ -64,21 +64,21 @@ def fit_runs(
   for algorithm, some in cells.groupby("algorithm"):
     if some["replicas"].nunique() > 1 < some["params"].nunique():
       groups[f"{algorithm}_joint"] = some
-  found = {}
+  laws = {}
   for name, group in groups.items():
     try:
-      found[name] = _laws(name, group, missing)
+      laws[name] = _laws(name, group, missing)
     except ValueError as error:  # Too few cells.
       problems.append(str(error))
   # Laws share cells, so their problems repeat: lists each problem once.
-  every = chain(problems, *(law.problems for law in found.values()))
+  every = chain(problems, *(law.problems for law in laws.values()))
   problems = list(dict.fromkeys(every))
   if strict and problems:
     more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
     raise ValueError(f"{problems[0]} To fit despite this{more}: --any, strict=False.")
-  if not found:
+  if not laws:
     raise ValueError(problems[-1])
-  return found, problems
+  return laws, problems
 
 
 def _laws(

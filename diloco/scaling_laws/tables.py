@@ -135,8 +135,8 @@ def table13(sizes: str = "nominal", seeds: int = 5) -> Table:
   held = n == n.max()
   pairs = [(form, seed) for form in parametric.FORMS for seed in range(seeds)]
   bar = make_bar(iterable=pairs, desc="Table 13", leave=False, disable=None, unit="fit")
-  found = [parametric.fit_parametric(form, n, m, y, seed=seed) for form, seed in bar]
-  ours = np.reshape([fit.held_out for fit in found], (-1, seeds)).tolist()
+  searches = [parametric.fit_parametric(form, n, m, y, seed=seed) for form, seed in bar]
+  ours = np.reshape([fit.held_out for fit in searches], (-1, seeds)).tolist()
   theirs = [float(line["avg_residual"]) for line in paper.read("table13_parametric")]
   rows = dict[str, tuple[Cell, ...]]()
   for form, errors, printed in zip(parametric.FORMS, ours, theirs):

@@ -143,8 +143,8 @@ def states(args: Args) -> Answer:
     raise ConfigError(NO_ROUNDS)
   sizes = work.params_per_layer
   fragments = [sum(sizes[i] for i in layers) for layers in work.whole_plan[1]]
-  found = memory.memory(sum(sizes), max(fragments))
-  return found, f"{columns(found)}\nfloat32; milliseconds to load it at these rates"
+  rows = memory.memory(sum(sizes), max(fragments))
+  return rows, f"{columns(rows)}\nfloat32; milliseconds to load it at these rates"
 
 
 def draw_schedule(args: Args) -> Answer:

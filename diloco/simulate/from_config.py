@@ -54,7 +54,7 @@ def training(c: Config, **fields: Any) -> wallclock.Training:
   """
   n = matrix_params(c.model)
   sent = num_params(c.model) / n
-  own: dict[str, Any] = {
+  given: dict[str, Any] = {
     "params": n,
     "tokens": c.train.tokens,
     "batch_tokens": c.tokens_per_step,
@@ -63,8 +63,8 @@ def training(c: Config, **fields: Any) -> wallclock.Training:
     "bits": gradient_bits(c) * sent,
   }
   if c.make_fragments():
-    own["outer_bits"] = wire_bits(c) * sent
-  return wallclock.Training(**(own | fields))
+    given["outer_bits"] = wire_bits(c) * sent
+  return wallclock.Training(**(given | fields))
 
 
 def gradient_bits(c: Config) -> int:

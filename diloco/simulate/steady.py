@@ -81,14 +81,14 @@ def steady_utilisation(
   Raises:
     ValueError: a bandwidth is not positive.
   """
-  found = []
+  shares = []
   for rate in check_rates(bandwidths):
     transfer = _bits(work) / rate
     unit = max(_compute_time(work), transfer + sum(s for _, s in work.transfers))
     round_time = _solve(work, unit, transfer=transfer / unit)
     # The solver stays within 1e-7 of the optimum.
-    found.append(min(_compute_time(work) / (round_time * unit), 1.0))
-  return np.array(found)
+    shares.append(min(_compute_time(work) / (round_time * unit), 1.0))
+  return np.array(shares)
 
 
 def required_bandwidth(work: Workload, target: float) -> float:
@@ -147,12 +147,12 @@ def _solve(
   columns = np.concatenate([0 * row, 0 * row + 1, after + 2, before + 2])
   fixed = [(v, v) if v is not None else (0, None) for v in (round_time, transfer)]
   count = 3 * work.layers
-  found = optimize.linprog(
+  solution = optimize.linprog(
     [float(round_time is None), -float(transfer is None), *[0] * count],
     sparse.coo_array((values, (np.tile(row, 4), columns))).tocsr(),
     -seconds / unit,
     bounds=fixed + [(0, None)] * count,
   )
-  if found.x is None:
+  if solution.x is None:
     return 0.0
-  return float(found.x[0 if round_time is None else 1])
+  return float(solution.x[0 if round_time is None else 1])

@@ -84,6 +84,6 @@ class JsonModel:
 
 def _special(config: dict[str, Any]) -> dict[str, str]:
   """Returns {role: text} from a tokenizer_config.json."""
-  found = {role: config.get(role) for role in ROLES}
+  special = {role: config.get(role) for role in ROLES}
   text = lambda x: x["content"] if isinstance(x, dict) else x
-  return {role: text(x) for role, x in found.items() if x}
+  return {role: text(x) for role, x in special.items() if x}

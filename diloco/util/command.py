@@ -159,9 +159,9 @@ def meant(word: str, known: Iterable[str]) -> str:
   )
   ends = {name: x.rpartition(".")[2] for name, x in plain.items()}
   close = difflib.get_close_matches(last, ends.values(), 1)
-  found = next(filter(None, attempts), [])
-  found = found or [name for name, end in ends.items() if [end] == close]
-  return f" (did you mean {' or '.join(dict.fromkeys(found[:3]))}?)" if found else ""
+  names = next(filter(None, attempts), [])
+  names = names or [name for name, end in ends.items() if [end] == close]
+  return f" (did you mean {' or '.join(dict.fromkeys(names[:3]))}?)" if names else ""
 
 
 def in_range(least: float, most: float = math.inf) -> Callable[[str], float]:
@@ -344,24 +344,26 @@ def parse_options(
     ConfigError: an option is unknown, is given twice or has a wrong value.
   """
   allowed = " ".join(_option(*option) for option in (known or {}).items())
-  found: dict[str, Any] = {}
+  options: dict[str, Any] = {}
   for item in filter(None, map(str.strip, text.split(","))):
     name, equals, value = (part.strip() for part in item.partition("="))
-    if name in found:
+    if name in options:
       raise ConfigError(f"{place} has {name} twice; give it once.")
     try:
       if not name or not equals:
         raise ValueError("no name=value")
       kind = known[name] if known else str
       # `index` raises ValueError if the value is not one of the words.
-      found[name] = kind[kind.index(value)] if isinstance(kind, tuple) else kind(value)
-      if isinstance(found[name], float) and not math.isfinite(found[name]):
+      options[name] = (
+        kind[kind.index(value)] if isinstance(kind, tuple) else kind(value)
+      )
+      if isinstance(options[name], float) and not math.isfinite(options[name]):
         raise ValueError("not finite")
     except (KeyError, ValueError) as error:
       raise ConfigError(
         f"{place} has {item!r}; write {allowed or 'name=value'}, separated by commas."
       ) from error
-  return found
+  return options
 
 
 def _option(name: str, kind: Kind) -> str:
@@ -373,8 +375,8 @@ def _option(name: str, kind: Kind) -> str:
 def one_line(error: Exception) -> str:
   """Returns the message of an error in one line."""
   # ml_collections' error about a name has another error as its text.
-  own = error.args[0] if isinstance(error, AttributeError) and error.args else error
-  return " ".join(str(own.args[0] if isinstance(own, KeyError) else own).split())
+  cause = error.args[0] if isinstance(error, AttributeError) and error.args else error
+  return " ".join(str(cause.args[0] if isinstance(cause, KeyError) else cause).split())
 
 
 def located(error: Exception, path: str) -> str:

@@ -66,11 +66,11 @@ def panels(
   one = len(names) == 1
   size = (COLUMN if one else PAGE, height)
   figure = Figure(figsize=size, layout="constrained")
-  found = list(figure.subplots(1, len(names), squeeze=False, **options)[0])
-  for panel, name in zip(found, names):
+  axes = list(figure.subplots(1, len(names), squeeze=False, **options)[0])
+  for panel, name in zip(axes, names):
     panel.set_title(f"{title}\n{name}".strip() if one else name)
   figure.suptitle("" if one else title)
-  return figure, found
+  return figure, axes
 
 
 def legend(figure: Any, note: str = "") -> Any:
@@ -114,14 +114,14 @@ def shades(color: str, count: int) -> list[str]:
   A single shade is the colour itself.
   """
   rgb = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
-  found = []
+  mixed_colors = []
   for i in range(count):
     # From 0.2 of white, as paler lines do not print, to 0.65 of black.
     share = 0.85 * i / (count - 1) - 0.2 if count > 1 else 0.0
     end = 0 if share > 0 else 255
     mixed = (round(c + (end - c) * abs(share)) for c in rgb)
-    found.append("#" + "".join(f"{c:02x}" for c in mixed))
-  return found
+    mixed_colors.append("#" + "".join(f"{c:02x}" for c in mixed))
+  return mixed_colors
 
 
 def looks(methods: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -131,16 +131,16 @@ def looks(methods: Mapping[str, str]) -> list[dict[str, Any]]:
     methods: {label: method}. Lines of one method have shades of its color and different
       dashes; the last line of a method is the darkest and has no dashes.
   """
-  found: list[dict[str, Any]] = []
+  styles: list[dict[str, Any]] = []
   for label, method in methods.items():
     same = [other for other, m in methods.items() if m == method]
     color = COLORS.get(method, COLORS["streaming"])  # `overlapped` is Streaming.
     i = same.index(label)
-    found.append(
+    styles.append(
       {
         "label": label,
         "color": shades(color, len(same))[i],
         "ls": DASHES[(len(same) - 1 - i) % len(DASHES)],
       }
     )
-  return found
+  return styles

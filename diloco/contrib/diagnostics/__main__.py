@@ -50,7 +50,7 @@ def read(folder: pathlib.Path) -> tuple[Config, metrics.Kinds]:
 def by_layer(c: Config, records: Records, name: str) -> Curves:
   """Returns the curve of each layer and of the embedding; replicas are averaged."""
   parts = [*(f"layer {i}" for i in range(c.model.num_layers)), EMBEDDING]
-  fragments, found = c.make_fragments(), {part: dict[int, float]() for part in parts}
+  fragments, curves = c.make_fragments(), {part: dict[int, float]() for part in parts}
   for r in records:
     if name in r:
       fragment = fragments[r["fragment"]]
@@ -59,18 +59,18 @@ def by_layer(c: Config, records: Records, name: str) -> Curves:
       names = [*(f"layer {i}" for i in fragment.layers), EMBEDDING]
       values = np.atleast_2d(np.asarray(r[name], dtype=float)).mean(axis=0)
       for part, value in zip(names, values):
-        found[part][r["step"]] = value
-  return {part: curve for part, curve in found.items() if curve}
+        curves[part][r["step"]] = value
+  return {part: curve for part, curve in curves.items() if curve}
 
 
 def relative(curves: Curves, norms: Curves) -> Curves:
   """Divides the curve of each part by the L2 norm of its outer parameters."""
-  found = Curves()
+  divided = Curves()
   for part, curve in curves.items():
     steps, values = points(curve)
     norm = np.interp(steps, *points(norms[part]))  # An update comes after its send.
-    found[part] = dict(zip(steps.tolist(), values / norm))
-  return found
+    divided[part] = dict(zip(steps.tolist(), values / norm))
+  return divided
 
 
 def _matrices(
@@ -112,13 +112,13 @@ def last_spectra(records: Records) -> Curves:
 
 def merges(records: Records) -> dict[int, float]:
   """Returns {step: loss after a merge minus loss before}, the mean of the replicas."""
-  found = {}
+  changes = {}
   for r in records:
     after, before = (
       np.asarray(r[f"loss_{when}_merge"], dtype=float) for when in ("after", "before")
     )
-    found[r["step"]] = float(np.nanmean(after - before))  # NaN: merges at another step.
-  return found
+    changes[r["step"]] = float(np.nanmean(after - before))  # NaN: merged elsewhere.
+  return changes
 
 
 def draw(c: Config, found: metrics.Kinds) -> Any:

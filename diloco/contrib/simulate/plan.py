@@ -100,10 +100,10 @@ class Row:
 def cells() -> list[Cell]:
   """Reads plan.csv."""
   lines = pathlib.Path(__file__).with_suffix(".csv").read_text().splitlines()[1:]
-  found = (line.split(",") for line in lines)
+  rows = (line.split(",") for line in lines)
   return [
     Cell(float(n), a, int(m), int(h), float(p), float(x))
-    for n, a, m, h, p, x, _ in found
+    for n, a, m, h, p, x, _ in rows
   ]
 
 
@@ -198,20 +198,20 @@ def plan(args: Args) -> Answer:
   check("sync_time", sync, Range(0))
   if "curve" in args and "target" not in args:
     raise ConfigError("--curve is only for --target; give both, or none of them.")
-  seconds, found, known = workload(args).step_time, list[Row](), cells()
+  seconds, rows, known = workload(args).step_time, list[Row](), cells()
   for one in settings(c, args.get("replicas", ())):
     # The replicas share the batch. --step_time is that of the config's M replicas, so
     # another M has other devices; --chips are those of all replicas, whatever M is.
     faster = one.replicas / c.replicas if "step_time" in args else 1
-    own = {"config": one, "step_time": seconds / faster}
-    work = workload({**own, **{k: args[k] for k in ("latency", "link") if k in args}})
+    given = {"config": one, "step_time": seconds / faster}
+    work = workload({**given, **{k: args[k] for k in ("latency", "link") if k in args}})
     reached = float(steady_utilisation(work, [rate])[0])
     per_step = (
       sum(bits for bits, _ in work.transfers) / 8 / work.whole_plan[0].sync_every
     )
     is_plain = one.algorithm == "data_parallel"
     percent, half, note = (0.0, 0.0, "") if is_plain else loss_above(one, known)
-    found.append(
+    rows.append(
       Row(
         one.algorithm,
         one.replicas,
@@ -229,9 +229,9 @@ def plan(args: Args) -> Answer:
   if "target" in args:
     check("target", args["target"], Range(0, open=True))
     curve = held_out(args)
-    found = [timed(row, curve, args["target"]) for row in found]
-  kept = found if "all" in args else efficient(found)
-  best = recommended(found)
+    rows = [timed(row, curve, args["target"]) for row in rows]
+  kept = rows if "all" in args else efficient(rows)
+  best = recommended(rows)
   if best and "target" in args and best.hours_to_target is None:
     best = None  # No row reaches the target.
   return {"rows": kept, "recommended": best}, show(kept, best, args)

@@ -109,8 +109,8 @@ def search(
       show(f"{text:<38}{' out of memory' if math.isinf(now) else row}")
       if now < _BETTER * before:
         best |= fields
-  own = leaves(c.to_dict())
-  return {field: value for field, value in best.items() if value != own[field]}
+  defaults = leaves(c.to_dict())
+  return {field: value for field, value in best.items() if value != defaults[field]}
 
 
 class Steps:
