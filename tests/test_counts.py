@@ -27,7 +27,7 @@ def table(name: str) -> list[dict[str, str]]:
 
 
 # Pages of what to do, which nobody reads if they are longer.
-DO = "settings data machines aot watch library evaluation models operate sweep"
+DO = "settings data machines aot watch library extend evaluation models operate sweep"
 DO += " ablations scaling_laws simulate"
 
 

@@ -69,7 +69,7 @@ def trainings(page: pathlib.Path) -> Iterator[list[str]]:
       found = re.search(
         r"(?:python -m diloco[. ]main|-n 2 (?:--sites )?--) (--.*)", line
       )
-      if found and not re.search(r"\.\.\.|my_config|\$|/models|/etc|nohup", found[1]):
+      if found and not re.search(r"\.\.\.|my_|\$|/models|/etc|nohup", found[1]):
         yield shlex.split(found[1], comments=True)
 
 
