@@ -39,16 +39,17 @@ def test_topologies_that_do_not_exist(name):
     topology.describe(name)
 
 
-def test_without_libtpu_the_error_names_the_extra(monkeypatch):
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("v5e:2x2", r"pip install libtpu, or '.\[tpu"),
+    ("h100:8", r"cuda12-local.*or '.\[gpu-aot"),
+  ],
+)
+def test_what_is_not_installed_is_named_with_its_extra(name, message, monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(ConfigError, match=r"pip install libtpu, or '.\[tpu"):
-    topology.describe("v5e:2x2")
-
-
-def test_without_the_cuda_plugin_the_error_names_the_extra(monkeypatch):
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(ConfigError, match=r"cuda12-local.*or '.\[gpu-aot"):
-    topology.describe("h100:8")
+  with pytest.raises(ConfigError, match=message):
+    topology.describe(name)
 
 
 def test_a_cuda_plugin_of_another_version_is_named(monkeypatch):

@@ -14,15 +14,9 @@ from diloco.tokenizer import vocabulary
 SHIPPED = pathlib.Path(vocabulary.__file__).parent / "shipped/sotu_2048.model"
 
 
-def run_in_line(make, todo, *_):
-  for path, pieces in todo.items():
-    make(path, pieces)
-
-
 @pytest.fixture
-def prepared(tmp_path, monkeypatch):
+def prepared(tmp_path, in_line):
   """Prepares both splits of a text with a copy of the shipped tokenizer."""
-  monkeypatch.setattr(prepare, "run_units", run_in_line)
   (tmp_path / "text.txt").write_text("\n\n".join(f"Paragraph {i}." for i in range(60)))
   model = shutil.copy(SHIPPED, tmp_path / "own.model")
   for split, name in (("train", "train"), ("eval", "validation")):
