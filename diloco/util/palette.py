@@ -6,9 +6,13 @@ have shades of that colour (`shades`), markers or line styles.
 
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.util import files
+
+if TYPE_CHECKING:  # Matplotlib is slow to import.
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
 
 # Colours of seaborn's palette "colorblind".
 COLORS = {
@@ -27,7 +31,7 @@ COLUMN, PAGE = 4.0, 7.0
 STYLE = pathlib.Path(__file__).with_name("paper.mplstyle")
 
 
-def save(draw: Callable[[], Any], path: pathlib.Path, *suffixes: str) -> list[str]:
+def save(draw: Callable[[], "Figure"], path: pathlib.Path, *suffixes: str) -> list[str]:
   """Draws a figure in this style and saves it; returns the names of the files.
 
   Args:
@@ -44,7 +48,7 @@ def save(draw: Callable[[], Any], path: pathlib.Path, *suffixes: str) -> list[st
   return [str(path) for path in paths]
 
 
-def write_picture(figure: Any, path: pathlib.Path, **options: Any) -> None:
+def write_picture(figure: "Figure", path: pathlib.Path, **options: Any) -> None:
   """Writes a figure of matplotlib; a reader never sees a part of the picture."""
   with files.replacing(path) as file:
     figure.savefig(file, format=path.suffix.removeprefix("."), **options)
@@ -52,7 +56,7 @@ def write_picture(figure: Any, path: pathlib.Path, **options: Any) -> None:
 
 def panels(
   title: str, names: Sequence[str] = ("",), height: float = 3.0, **options: Any
-) -> tuple[Any, list[Any]]:
+) -> tuple["Figure", list["Axes"]]:
   """Makes a titled figure of matplotlib with panels side by side.
 
   Args:
@@ -73,7 +77,7 @@ def panels(
   return figure, axes
 
 
-def legend(figure: Any, note: str = "") -> Any:
+def legend(figure: "Figure", note: str = "") -> "Figure":
   """Puts one legend below the panels, which all have the same curves; returns `figure`.
 
   Args:

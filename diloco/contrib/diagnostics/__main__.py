@@ -11,7 +11,7 @@ import itertools
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,11 @@ from diloco.log.loss_picture import line, points, running_mean, smoothed
 from diloco.log.workdir import title
 from diloco.util.command import Parser, as_path, check_picture, guarded
 from diloco.util.palette import COLORS, OTHERS, PAGE, save, shades
+
+if TYPE_CHECKING:  # Matplotlib is slow to import.
+  from matplotlib.artist import Artist
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
 
 # The part of a fragment that is no layer: embedding, positions, final norm, head.
 EMBEDDING = "embedding"
@@ -121,7 +126,7 @@ def merges(records: Records) -> dict[int, float]:
   return changes
 
 
-def draw(c: Config, found: metrics.Kinds) -> Any:
+def draw(c: Config, found: metrics.Kinds) -> "Figure":
   """Draws one panel for each quantity; returns a figure."""
   from matplotlib.figure import Figure
 
@@ -179,7 +184,7 @@ def _of_layers(c: Config) -> dict[str, dict[str, Any]]:
 
 
 def _lines(
-  panel: Any, title: str, curves: Curves, styles: dict[str, dict[str, Any]]
+  panel: "Axes", title: str, curves: Curves, styles: dict[str, dict[str, Any]]
 ) -> None:
   panel.set_title(title, fontsize="medium")
   for name, curve in curves.items():
@@ -187,7 +192,7 @@ def _lines(
     line(panel, steps, smoothed(values), label=name, **styles[name])
 
 
-def _draw_merges(panel: Any, changes: dict[int, float], color: str) -> None:
+def _draw_merges(panel: "Axes", changes: dict[int, float], color: str) -> None:
   title = "held-out loss after a merge minus before\n(nats per token)"
   panel.set_title(title, fontsize="medium")
   steps, values = points(changes)
@@ -199,7 +204,9 @@ def _draw_merges(panel: Any, changes: dict[int, float], color: str) -> None:
     panel.legend()
 
 
-def _few(handles: list[Any], labels: list[str]) -> tuple[list[Any], list[str]]:
+def _few(
+  handles: list["Artist"], labels: list[str]
+) -> tuple[list["Artist"], list[str]]:
   """Keeps the first and the last layer, and the embedding, for a legend."""
   layers = [i for i, label in enumerate(labels) if label != EMBEDDING]
   kept = sorted({*layers[:1], *layers[-1:], len(labels) - 1})
