@@ -7,10 +7,9 @@ A row is one size, one step, one attention, one rematerialisation and one unroll
 the loop over blocks. The steps are NanoDO's, data-parallel and Streaming DiLoCo with
 M=2, all with the same global batch.
 
-MFU counts the FLOPs of `diloco.spec.shapes.flops_per_token`. The outer step's bytes
-per second count `bench_step.outer_bytes`; those of a copy count a read and a write. The
-hidden exchange is the time that an exchange adds to the inner step that hides it, in
-parts of this step; the two replicas need at least two devices for it.
+MFU counts the FLOPs of `diloco.spec.shapes.flops_per_token`. The hidden exchange is the
+time that an exchange adds to the inner step that hides it, in parts of this step; the
+two replicas need at least two devices for it.
 """
 
 import functools
@@ -21,12 +20,11 @@ import bench_nanodo
 import jax
 import numpy as np
 from absl import flags
-from bench_step import Bench, outer_bytes, outer_times
+from bench_step import Bench
 from timing import in_turn, print_devices, timed
 
 from diloco.algorithm.outer import send
 from diloco.algorithm.overlap import overlapped_exchange
-from diloco.aot.programs import nbytes
 from diloco.config import Config, changed, command_line
 from diloco.errors import ConfigError
 from diloco.mesh import hardware
@@ -46,8 +44,7 @@ _REMAT = flags.DEFINE_list("remat", list(REMAT), "Rematerialisations to time.")
 _UNROLL = flags.DEFINE_list("unroll", ["1"], "Values of model.unroll to time.")
 _HEAD = (
   f"{'size':<7}{'step':<14}{'attention':<10}{'remat':<6}{'unroll':<7}{'ms':>9}{'tokens/s':>11}"
-  f"{'MFU':>7}{'NanoDO / this':>14}{'temporary':>12}{'outer step':>12}{'of a copy':>10}"
-  f"{'hidden exchange':>16}"
+  f"{'MFU':>7}{'NanoDO / this':>14}{'temporary':>12}{'hidden exchange':>16}"
 )
 Case = tuple[str, str, Config]  # Size, step, config.
 
@@ -78,15 +75,6 @@ def cases(size: str, kind: str, devices: int) -> Iterator[Case]:
       fields["fragments.pattern"] = "strided"
       two = changed(bench_nanodo.two_replicas(one), fields)
       yield size, "M=2", two
-
-
-def outer_step(bench: Bench) -> tuple[float, float]:
-  """Returns bytes per second of fragment 0's outer step, and of a copy."""
-  ms, theta = outer_times(bench), bench.state.outer.theta[0]
-  moved = outer_bytes(bench.c, bench.plan.shapes[0])
-  copied = 2 * bench.c.replicas * nbytes(theta)
-  seconds = 1e-3 * (ms["send"] + ms["update"] + ms["merge"])
-  return moved / seconds, copied / (1e-3 * ms["copy"])
 
 
 def exchange_share(bench: Bench) -> float | None:
@@ -125,12 +113,9 @@ def row(case: Case, nanodo_s: float | None) -> str:
   cells = numbers(c, seconds, nanodo_s, temporary)
   if c.one_model:
     return label(case) + cells
-  speed, copy = outer_step(bench)
   share = exchange_share(bench)
   hidden = "one device" if share is None else f"{share:+.1%}"
-  return (
-    f"{label(case)}{cells}{speed / 1e9:>7.1f} GB/s{speed / copy:>10.0%}{hidden:>16}"
-  )
+  return f"{label(case)}{cells}{hidden:>16}"
 
 
 def label(case: Case) -> str:

@@ -7,7 +7,6 @@ layers, with their compile times. Outer step: the send, update and merge of one 
 against a plain copy of the fragment's float32 values; --outer times nothing else.
 """
 
-import math
 import time
 
 import jax
@@ -24,8 +23,6 @@ from diloco.algorithm.state import init_state
 from diloco.config import Config, changed, command_line, resolve
 from diloco.mesh import sharding
 from diloco.mesh.devices import make_mesh
-from diloco.spec import sizes
-from diloco.spec.shapes import Shapes, leaves
 
 
 class Bench:
@@ -91,27 +88,6 @@ def outer_times(bench: Bench) -> dict[str, float]:
     names = ("copy", "send", "update", "merge")
     times = in_turn(lambda: timed(copy, part), sent, updated, merged)
   return {name: 1e3 * t for name, t in zip(names, times)}
-
-
-def least_bytes(c: Config, fragment: Shapes) -> dict[str, int]:
-  """Counts the bytes that the parts of a fragment's outer step must read and write.
-
-  send reads the replicas and theta and writes the payloads; update reads the payloads,
-  theta and the momentum and writes theta and the momentum; merge reads theta (with
-  alpha also the replicas) and writes the replicas. All but payloads is float32.
-  """
-  m, theta = c.replicas, 4 * sum(math.prod(shape) for _, shape in leaves(fragment))
-  payloads = m * sizes.payload_bytes(c.wire, fragment, 1)
-  return {
-    "send": (m + 1) * theta + payloads,
-    "update": payloads + 4 * theta,
-    "merge": (1 + m * (2 if c.overlap.alpha else 1)) * theta,
-  }
-
-
-def outer_bytes(c: Config, fragment: Shapes) -> int:
-  """Counts the bytes that a fragment's outer step must read and write."""
-  return sum(least_bytes(c, fragment).values())
 
 
 def main(argv) -> None:

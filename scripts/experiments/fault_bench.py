@@ -10,8 +10,6 @@ the lease is killed. A killed process starts again with the same command after
 
 The sites meet in a folder of the disk; a site that is cut off sees an empty folder that
 it cannot write. With --s3 they meet in a bucket, behind links that are cut and slowed.
-With --baseline they exchange with overlap.transport=host; then process 0 is the one
-that is killed, and when a process ends, all start again from the last checkpoint.
 
 Sites may differ, for instance one of two that has half the speed of the other:
 
@@ -50,7 +48,7 @@ CONFIG = "configs/faults.py"
 LEADER = -1  # Whoever leads when the fault strikes.
 KINDS = ("kill", "pause", "cut", "slow", "kill leader")
 LONGEST_S = 15.0  # A pause, a cut or a slow link lasts 2 s to this long.
-WARM = {False: 15, True: 50}  # Rounds, in the baseline steps, before all is compiled.
+WARM = 15  # Rounds before all is compiled.
 BACK_S = 10.0  # A process that starts again is not struck so long.
 SLOWER = 8  # A slow link has this part of the rate.
 
@@ -97,16 +95,13 @@ def draw(options, sites: int) -> list[Fault]:
 class Run:
   """The processes of a run in their namespaces, and what happens to them."""
 
-  def __init__(self, options, sites: int, network: netns.Network):
+  def __init__(self, options, network: netns.Network):
     self.options, self.network = options, network
     self.folder: pathlib.Path = options.out
     self.processes: dict[int, subprocess.Popen] = {}
     self.unplanned = list[str]()  # Processes that ended by themselves, with an error.
     self.restarts = 0
     self._events = sched.scheduler(time.monotonic)
-    self.everyone = [*range(sites)]
-    # An all-gather sends a payload to each of the others.
-    self.rate = options.rate * (sites - 1 if options.baseline else 1)
     self.bucket = sites_run.Bucket(network, self.folder) if options.s3 else None
     self._progress_at = self._progress = 0
 
@@ -114,14 +109,8 @@ class Run:
     """Starts a process; its output goes on in the same file."""
     o = self.options
     fields = [*o.fields, f"--config.seed={o.seed}", *o.of_site.get(who, [])]
-    place = (self.folder, CONFIG, fields)
-    if o.baseline:
-      fields.append("--config.overlap.transport=host")
-      nodes = range(1, len(self.everyone) + 1)
-      command = sites_run.process(self.network, nodes, who, *place)
-    else:
-      group = self.bucket.address if self.bucket else ""
-      command = sites_run.site(self.network, who, *place, group)
+    group = self.bucket.address if self.bucket else ""
+    command = sites_run.site(self.network, who, self.folder, CONFIG, fields, group)
     # A restart does not compile again.
     env = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled")}
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -139,9 +128,7 @@ class Run:
     return (self.folder / sites_run.GROUP / name).read_bytes()
 
   def leader(self) -> int:
-    """Returns who leads now: process 0 of the baseline, or who has the lease."""
-    if self.options.baseline:
-      return 0
+    """Returns who has the lease now."""
     while not (found := unpack(self.file("lease"))):  # Half a file, or a busy server.
       time.sleep(0.2)
     return found[0]["site"]
@@ -159,8 +146,7 @@ class Run:
     print(f"{fault.at:6.1f} s: {fault.kind} {sites_run.name(who)}", flush=True)
     if "kill" in fault.kind:
       self.processes[who].kill()
-      if not self.options.baseline:  # There `look_after` starts all again.
-        self.after(fault.seconds, self._again, who)
+      self.after(fault.seconds, self._again, who)
     elif fault.kind == "pause":
       self.processes[who].send_signal(signal.SIGSTOP)
       self.after(fault.seconds, self.processes[who].send_signal, signal.SIGCONT)
@@ -168,12 +154,12 @@ class Run:
       self.connect(who, False)
       self.after(fault.seconds, self.connect, who, True)
     else:
-      self.network.limit(self.rate / SLOWER, [who + 1])
+      self.network.limit(self.options.rate / SLOWER, [who + 1])
       self.after(fault.seconds, self.full_rate, who)
 
   def connect(self, who: int, up: bool) -> None:
     """Cuts a site off from its group, or joins them again."""
-    if self.options.baseline or self.bucket:
+    if self.bucket:
       self.network.connect(who + 1, up)
       return
     # A process in a network namespace has mounts of its own. They end with it.
@@ -184,8 +170,7 @@ class Run:
 
   def full_rate(self, who: int) -> None:
     self.network.limit(None, [who + 1])
-    upload_only = not self.options.both_ways
-    self.network.limit(self.rate, [who + 1], upload_only=upload_only)
+    self.network.limit(self.options.rate, [who + 1], upload_only=True)
 
   def _again(self, who: int) -> None:
     self.processes[who].wait()
@@ -198,17 +183,10 @@ class Run:
     events = self._events.queue
     planned = [event.argument[0] for event in events if event.action == self._again]
     failed = [who for who, rc in codes.items() if rc and who not in planned]
-    if self.options.baseline:
-      if failed and not planned:
-        for process in self.processes.values():
-          process.kill()
-        for who in self.everyone:
-          self.after(self.options.restart_after, self._again, who)
-    else:
-      for who in failed:
-        self.unplanned.append(f"{sites_run.name(who)} ended with {codes[who]}")
-        print(f"  {self.unplanned[-1]}", flush=True)
-        self.after(self.options.restart_after, self._again, who)
+    for who in failed:
+      self.unplanned.append(f"{sites_run.name(who)} ended with {codes[who]}")
+      print(f"  {self.unplanned[-1]}", flush=True)
+      self.after(self.options.restart_after, self._again, who)
     return all(rc == 0 for rc in codes.values())
 
   def wait(self) -> None:
@@ -217,10 +195,7 @@ class Run:
     self._events.run(blocking=False)
 
   def progress(self) -> int:
-    """Counts closed rounds; in the baseline, the steps of the metrics so far."""
-    if self.options.baseline:
-      found = fault_audit.lines(self.folder / "run/metrics.jsonl")
-      return max((r["step"] for r in found if r["kind"] == "step"), default=0)
+    """Counts closed rounds."""
     if self.bucket and time.monotonic() - self._progress_at < 1:
       return self._progress  # A process must ask.
     self._progress_at = time.monotonic()
@@ -235,9 +210,9 @@ class Run:
     return self._progress
 
 
-def weather(run: Run, storm: list[Fault]) -> dict:
+def weather(run: Run, sites: int, storm: list[Fault]) -> dict:
   """Runs to the end, or to the limit; returns what was observed from outside."""
-  for who in run.everyone:
+  for who in range(sites):
     run.start(who)
   began, at, warm, first, changed = time.monotonic(), 0, 0, 0.0, 0.0
   longest, storm_s = 0.0, run.options.faults * run.options.every
@@ -248,7 +223,7 @@ def weather(run: Run, storm: list[Fault]) -> dict:
     if found > at:
       if warm:
         longest = max(longest, now - changed)
-      elif found >= WARM[run.options.baseline]:
+      elif found >= WARM:
         warm, first = found, now
         for fault in storm:
           run.after(fault.at, run.strike, fault)
@@ -281,17 +256,11 @@ def result(options, storm: list[Fault], observed: dict) -> dict:
     "kinds": {kind: kinds.count(kind) for kind in KINDS},
     **observed,
   }
-  if options.baseline:
-    c = fault_audit.config(CONFIG, options.fields)
-    tokens = (observed["reached"] - observed["first"]) * c.tokens_per_step
-    summary = options.out / "run/summary.json"
-  else:
-    measured = slice(observed["first"], observed["reached"])
-    args = (options.out, CONFIG, options.fields, options.of_site)
-    audit = fault_audit.audit(*args, measured)
-    found |= audit
-    tokens, summary = audit["tokens"], options.out / "site-0/summary.json"
-  found["tokens_per_s"] = tokens / observed["seconds"]
+  measured = slice(observed["first"], observed["reached"])
+  args = (options.out, CONFIG, options.fields, options.of_site)
+  found |= fault_audit.audit(*args, measured)
+  found["tokens_per_s"] = found["tokens"] / observed["seconds"]
+  summary = options.out / "site-0/summary.json"
   with contextlib.suppress(OSError):
     found["loss"] = json.loads(summary.read_text())["eval_loss"]["outer"]
   return found
@@ -307,7 +276,6 @@ def parse(argv=None):
   add("--every", type=float, default=60, help="mean seconds between two faults")
   add("--restart_after", type=float, default=5, help="seconds until a restart")
   add("--rate", type=float, default=4e6, help="bits per second of the uploads")
-  add("--both_ways", action="store_true", help="--rate limits downloads, too")
   numbers = lambda text: [float(x) for x in text.split(",")]
   text = "seconds of an inner step of site 0, 1, ...; more sites have the last"
   add("--step", type=numbers, default=[], help=text)
@@ -315,17 +283,14 @@ def parse(argv=None):
   add("--of_site", action="append", default=[], help=text)
   add("--kinds", help=f"comma-separated kinds of fault, of {', '.join(KINDS)}")
   add("--limit", type=float, default=3600, help="seconds; then the run is stopped")
-  how = parser.add_mutually_exclusive_group().add_argument
-  how("--s3", action="store_true", help="the sites meet in a bucket, not in a folder")
-  how("--baseline", action="store_true", help="all restart from the last checkpoint")
+  add("--s3", action="store_true", help="the sites meet in a bucket, not in a folder")
   options, options.fields = parser.parse_known_args(argv)
   for field in options.fields:
     if not field.startswith("--config."):
       parser.error(f"{field} is unknown; give --config.NAME=VALUE")
   own = [field.partition(":") for field in options.of_site]
   options.of_site = {int(k): [f for j, _, f in own if j == k] for k, _, _ in own}
-  over_links = options.s3 or options.baseline
-  known = [kind for kind in KINDS if kind != "slow" or over_links]
+  known = [kind for kind in KINDS if kind != "slow" or options.s3]
   options.kinds = options.kinds.split(",") if options.kinds else known
   if unknown := {*options.kinds} - {*known}:
     parser.error(f"--kinds has {', '.join(unknown)}; choose of {', '.join(known)}")
@@ -342,11 +307,11 @@ def main() -> None:
   sites = Calendar(fault_audit.config(CONFIG, options.fields)).sites
   storm = draw(options, sites)
   with netns.star(sites + 1) as network:
-    run = Run(options, sites, network)
+    run = Run(options, network)
     for k in range(sites):
       run.full_rate(k)
     try:
-      observed = weather(run, storm)
+      observed = weather(run, sites, storm)
       if run.bucket:  # For the audit.
         (options.out / sites_run.GROUP).mkdir()
         path = options.out / sites_run.GROUP / "rounds.jsonl"

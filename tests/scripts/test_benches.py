@@ -12,7 +12,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 ACCELERATOR = "bench_accelerator.py --sizes=105k --attention=xla --remat=none"
 CONFIG = "--config=tests/tiny_config.py"
-LONGER = f"{CONFIG} --config.train.steps=90"
 TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 
 
@@ -38,7 +37,6 @@ def run(command: str, **environment: str) -> str:
   [
     (f"bench_step.py {CONFIG} --repeats=1", "outer step of a fragment over its copy"),
     (f"bench_checkpoint.py {CONFIG} --workdir={{}}", "checksums after reading"),
-    (f"bench_diagnostics.py {LONGER} --workdir={{}}", "of the run's time"),
     (f"bench_together.py {CONFIG} --repeats=1 --runs=1,2", "   2 "),
     (f"{ACCELERATOR} --repeats=1", "one device"),
   ],
