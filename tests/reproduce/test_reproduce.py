@@ -6,8 +6,6 @@ import functools
 import json
 import math
 import re
-import subprocess
-import sys
 
 import conftest
 import pytest
@@ -236,9 +234,3 @@ def test_two_real_runs_make_a_page(tmp_path, monkeypatch):
   times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*.jsonl")}
   assert reproduce.main(flags) == 0
   assert times == {path: path.stat().st_mtime_ns for path in times}
-
-
-def test_the_command_is_listed():
-  command = [sys.executable, "-m", "diloco", "reproduce", "--help"]
-  done = subprocess.run(command, capture_output=True, text=True, check=True)
-  assert "--report" in done.stdout

@@ -197,22 +197,3 @@ def test_the_cadence_of_data_parallel_does_not_count(tmp_path):
   rows = [row(0, n, h=100) for n in (1, 2, 3)] + [row(2, n, h=10) for n in (1, 2)]
   main = runs_lib.main_grid(runs_lib.read(write(tmp_path / "t.csv", rows)))
   assert main.groupby("algorithm").size().to_dict() == {"data_parallel": 3, "diloco": 2}
-
-
-@pytest.mark.parametrize(
-  ("text", "message"),
-  [
-    ("status,loss\nfailed,3\n", "has no finished run"),
-    ("status,loss\ndone,3\n", "has no column algorithm, params, replicas, "),
-    ("", "has no finished run"),
-    ("status\n" + 200_000 * "x", "is no table: field larger than"),
-    ("status\n\udcff", "is no table: 'utf-8' codec can't decode byte 0xff"),
-  ],
-)
-def test_a_file_without_runs_or_columns_is_refused(tmp_path, text, message, capsys):
-  (tmp_path / "t.csv").write_text(text, errors="surrogateescape")
-  assert figures.main([str(tmp_path / "t.csv"), f"--out={tmp_path / 'out'}"]) == 2
-  assert message in capsys.readouterr().err
-  assert figures.main([str(tmp_path), f"--out={tmp_path / 'out'}"]) == 2
-  assert "is no table: [Errno 21] Is a directory" in capsys.readouterr().err
-  assert not (tmp_path / "out").exists()

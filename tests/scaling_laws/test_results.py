@@ -407,11 +407,3 @@ def test_a_filter_without_any_run_is_refused(tmp_path, capsys):
   assert "has seq_len=64.0,seed=7: seed is for example '0', '1'; choose among" in said
   with pytest.raises(ValueError, match="has no finished run"):
     runs.read(write(tmp_path / "f.csv", table[:1].assign(status="failed")))
-
-
-def test_a_filter_with_a_wrong_column_or_form_is_refused(tmp_path, capsys):
-  path = write(tmp_path / "runs.csv", as_file(make_runs()))
-  with pytest.raises(ValueError, match="names the column 'seed', but"):
-    runs.read(path, {"seed": "0"})
-  assert cli.main(["fit", "runs.csv", "--where=seed"]) == 2
-  assert "--where has 'seed'; write name=value" in capsys.readouterr().err

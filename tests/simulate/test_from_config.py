@@ -82,19 +82,6 @@ def test_psum_all_reduces_float32(tiny):
   assert (work.bits, work.copies) == (32, 2 * 3 / 4)
 
 
-def test_the_commands(capsys, tmp_path):
-  args = [f"--config={CONFIG}", "--chips=64", "--json"]
-  assert command.main(["bandwidth", *args]) == 0
-  answer = json.loads(capsys.readouterr().out)
-  work = from_config.workload(load_config(CONFIG), answer["step_time_s"])
-  reached = steady_utilisation(work, [answer["gbits"] * 1e9])[0]
-  assert reached == pytest.approx(0.95)
-  assert command.main(["utilisation", "--layers=3", "--gbits=1"]) == 2
-  assert "--params is missing; give it, or a --config" in capsys.readouterr().err
-  assert command.main(["utilisation", "--config=no.py", "--gbits=1"]) == 2
-  assert "there is no file no.py" in capsys.readouterr().err
-
-
 def test_an_answer_has_units_and_what_is_assumed(capsys):
   args = ["bandwidth", f"--config={CONFIG}", "--chips=64"]
   assert command.main(args) == 0
