@@ -25,11 +25,16 @@ from diloco.config import resolve
 from diloco.config.command_line import define_config, run
 from diloco.errors import ConfigError, explain
 from diloco.spec import plugins
+from diloco.util import files, remote
 from diloco.util.command import guarded, interrupted, make_folder
 
 FLAGS = flags.FLAGS
 define_config()
-flags.DEFINE_string("workdir", None, "Folder of the run; a run that is there goes on.")
+flags.DEFINE_string(
+  "workdir",
+  None,
+  "Folder of the run, or s3://BUCKET/RUN; a run there goes on.",
+)
 flags.DEFINE_boolean(
   "print_config", False, "Print every field with value and meaning, and end."
 )
@@ -56,7 +61,11 @@ def main(_: list[str]) -> None:
     sys.exit(guarded(print_config, mistakes=ConfigError))
   # These errors need not wait for the other processes, nor for JAX.
   make_part = find_part()
-  workdir = make_folder(FLAGS.workdir, "--workdir")
+  workdir = FLAGS.workdir
+  if files.is_address(workdir):
+    workdir = remote.local_copy(workdir, "--workdir", writes=True)
+  else:
+    workdir = make_folder(workdir, "--workdir")
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   # Imported after the flags are parsed, so that --help and flag errors answer fast.
   from diloco import train

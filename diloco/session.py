@@ -34,7 +34,7 @@ from diloco.processes.peers import Peers
 from diloco.processes.stop import Stop, Stopped, end_on_signal
 from diloco.spec import plugins
 from diloco.spec.schedule import reaches
-from diloco.util.files import local_path
+from diloco.util import files, remote
 from diloco.util.types import PyTree
 
 # A function that is called after each launch. Its arguments: the launched steps, the
@@ -294,7 +294,8 @@ def open_session(
 
   Every mistake in the config is found here, before anything compiles.
   """
-  c, workdir, peers = resolve(config), local_path(workdir, "workdir"), peers or Peers()
+  c, peers = resolve(config), peers or Peers()
+  workdir = remote.local_copy(workdir, "workdir", writes=True)
   if part:
     c = part.own_config()
   elif needs := plugins.TRANSPORTS[name := c.overlap.transport].needs:
@@ -316,7 +317,8 @@ def open_session(
       check_same(peers, read, "give all the same text, tokenizer and tasks")
     own = make_method(c, mesh)
     method: Method = part.method(own, batches, stop) if part else own
-    make_shared(workdir, peers)
+    if not remote.address_of(workdir):  # Each process has its own copy of a bucket.
+      make_shared(workdir, peers)
     stack.enter_context(lock_workdir(workdir, peers))
     peers.print_line(f"attention: {attention.choose(c.model, kind)}")
     if note := summary.note(c):
@@ -350,6 +352,6 @@ def open_session(
     run = Run(c, workdir, peers)
     run.batches, run.checkpoints, run.log = batches, checkpoints, log
     yield Session(
-      *(method, [run], batches, evaluation, stop, mesh, profile, workdir),
+      *(method, [run], batches, evaluation, stop, mesh, profile, files.shown(workdir)),
       *(t, state, record.finished),
     )

@@ -1,8 +1,9 @@
-"""Checkpoints, written by Orbax: everything that a run needs to continue exactly.
+"""Checkpoints: everything that a run needs to continue exactly.
 
 A checkpoint holds the train state, with the fragments in flight, and a JSON record with
 the config, the data position and the ledger. Random numbers need no state: they follow
-from (seed, step, fragment, replica). Saving is asynchronous. All processes write and
+from (seed, step, fragment, replica). Saving is asynchronous: Orbax writes to a folder,
+`bucket.py` to a bucket. All processes write and
 read. A run may go on with another number of processes or devices.
 
 A checkpoint that cannot be read is moved to workdir/unreadable once an older one is
@@ -25,6 +26,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from diloco.algorithm.method import Method
 from diloco.algorithm.state import TrainState
 from diloco.checkpoint import checksums, disk, resume
+from diloco.checkpoint.bucket import BucketManager
 from diloco.checkpoint.damage import Stored, read_newest
 from diloco.checkpoint.record import Record, folder_of, steps_of
 from diloco.config import Config
@@ -33,7 +35,7 @@ from diloco.mesh import memory
 from diloco.mesh.sharding import FSDP
 from diloco.processes.peers import Peers, print_line
 from diloco.spec import plugins
-from diloco.util import files
+from diloco.util import files, remote
 from diloco.util.orbax_errors import hush, of_orbax
 
 # Orbax counts the seconds of a save by the machine's clock, which may be set forward or
@@ -70,6 +72,10 @@ class Checkpoints:
     # time of a checkpoint (scripts/benchmarks/bench_checkpoint.py).
     plain = ocp.PyTreeCheckpointHandler(use_compression=False)
     handlers.add("state", ocp.args.PyTreeSave, plain)
+    self._manager: ocp.CheckpointManager | BucketManager
+    if remote.address_of(workdir):
+      self._manager = BucketManager(workdir, c.checkpoint.keep, self._peers)
+      return
     self._manager = ocp.CheckpointManager(
       folder_of(workdir),
       options=ocp.CheckpointManagerOptions(
@@ -192,8 +198,11 @@ class Checkpoints:
     for step in unreadable if self._peers.index == 0 else ():
       to = _unused(self._workdir / "unreadable" / str(step))
       try:
-        to.parent.mkdir(exist_ok=True)
-        (folder_of(self._workdir) / str(step)).rename(to)
+        if isinstance(self._manager, BucketManager):
+          self._manager.set_aside(step, to.name)
+        else:
+          to.parent.mkdir(exist_ok=True)
+          (folder_of(self._workdir) / str(step)).rename(to)
       except OSError as error:
         raise ConfigError(
           f"--workdir is {self._workdir}, where the damaged checkpoint of step {step}"
@@ -238,6 +247,8 @@ class Checkpoints:
     """
     try:
       yield
+    except ConfigError:
+      raise
     except Exception as error:  # Orbax and TensorStore have no type for a full disk.
       if memory.explain(error):
         raise

@@ -38,7 +38,7 @@ def changed(tree: PyTree, saved: dict[str, int], peers: Peers) -> list[str]:
     tree: the global arrays, or some of those that were saved.
     saved: from `compute`.
   """
-  sizes = {name: x.size for name, x in _named(tree).items()}
+  sizes = {name: x.size for name, x in named(tree).items()}
   return [
     name
     for name, (found, elements) in _sum(tree, peers, lambda shard: True).items()
@@ -56,7 +56,7 @@ def _sum(
   """
   shards = {
     name: [shard for shard in x.addressable_shards if chosen(shard)]
-    for name, x in _named(tree).items()
+    for name, x in named(tree).items()
   }
   with futures.ThreadPoolExecutor() as pool:
     sums = {name: pool.map(_of_shard, some) for name, some in shards.items()}
@@ -92,7 +92,7 @@ def _weights(axis: int, first: int, block: range) -> np.ndarray:
   return (mixed ^ (mixed >> np.uint64(29))) | np.uint64(1)
 
 
-def _named(tree: PyTree) -> dict[str, jax.Array]:
+def named(tree: PyTree) -> dict[str, jax.Array]:
   """Returns the arrays by the names of their places in the tree."""
   name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
   return {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}

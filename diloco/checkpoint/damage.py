@@ -12,11 +12,12 @@ from typing import NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from diloco.checkpoint import checksums
+from diloco.checkpoint import bucket, checksums
 from diloco.checkpoint.record import Record, folder_of, read_record
 from diloco.errors import ConfigError, passing
 from diloco.mesh import memory
 from diloco.processes.peers import Peers, print_line
+from diloco.util import remote
 from diloco.util.orbax_errors import hush, reason_of
 from diloco.util.types import PyTree
 
@@ -101,6 +102,8 @@ def read_arrays(workdir: pathlib.Path, step: int, like: PyTree) -> PyTree:
   Raises:
     Exception: arrays are missing or damaged; Orbax has no narrower type for this.
   """
+  if remote.address_of(workdir):
+    return bucket.read_arrays(workdir, step, like)
   place = lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype)
   args = ocp.args.PyTreeRestore(
     item=like, restore_args=jax.tree.map(place, like), partial_restore=True

@@ -1,5 +1,6 @@
 """Free disk for a checkpoint, and the error if a checkpoint cannot be written."""
 
+import contextlib
 import errno
 import math
 import os
@@ -13,6 +14,7 @@ from diloco import errors
 from diloco.checkpoint.record import steps_of
 from diloco.errors import ConfigError, TryAgain
 from diloco.spec.fields import CheckpointConfig
+from diloco.util import remote
 from diloco.util.orbax_errors import reason_of
 
 _METADATA = 2048  # Bytes on the disk that an array takes besides its values, at most.
@@ -44,6 +46,8 @@ def check_room(
   Raises:
     TryAgain: less is free.
   """
+  if remote.address_of(workdir):
+    return
   most, there = at_once(c, steps), len(steps_of(workdir))
   place = next(p for p in (workdir, *workdir.absolute().parents) if p.is_dir())
   disk = shutil.disk_usage(place)
@@ -62,7 +66,7 @@ def check(workdir: pathlib.Path, step: int, size: int) -> None:
     TryAgain: less is free than `size`, the bytes of the checkpoint of this step.
   """
   disk = shutil.disk_usage(workdir)
-  if disk.total and disk.free < size:
+  if disk.total and disk.free < size and not remote.address_of(workdir):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     raise unwritten(workdir, step, size, full)
 
@@ -77,7 +81,9 @@ def unwritten(
     size: its bytes.
     error: what Orbax or the system says.
   """
-  older = [s for s in steps_of(workdir) if s < step]
+  older = list[int]()
+  with contextlib.suppress(OSError):  # The bucket may be out of reach.
+    older = [s for s in steps_of(workdir) if s < step]
   start = f"the checkpoint of step {older[0]}" if older else "the start"
   what = (
     f"--workdir is {workdir}, where the checkpoint of step {step} cannot be written"

@@ -1,8 +1,9 @@
 """Reads and describes a run's checkpoints, except for the arrays. No JAX.
 
 Each checkpoint is a folder whose name is its step. `state` holds the arrays, in the
-format of Orbax; `record` holds the rest, as JSON. A reader gets exactly what was saved,
-or a reason why not: checksums find damage that the file formats do not reveal.
+format of Orbax; `record` holds the rest, as JSON. In a bucket, the record is a file
+beside the folder, and `bucket.py` says how arrays lie. A reader gets exactly what was
+saved, or a reason why not: checksums find damage that the file formats do not reveal.
 """
 
 import dataclasses
@@ -12,6 +13,9 @@ import zlib
 from typing import Any
 
 from diloco.errors import ConfigError
+from diloco.util import remote
+
+FOLDER = "checkpoints"  # In the folder of a run.
 
 
 @dataclasses.dataclass
@@ -70,7 +74,7 @@ def folder_of(workdir: pathlib.Path) -> pathlib.Path:
   Raises:
     ConfigError: something else is there.
   """
-  folder = (workdir / "checkpoints").absolute()
+  folder = (workdir / FOLDER).absolute()
   if folder.exists() and not folder.is_dir():
     raise ConfigError(
       f"--workdir is {workdir}, where `checkpoints` is a file and not a folder; move it"
@@ -81,7 +85,10 @@ def folder_of(workdir: pathlib.Path) -> pathlib.Path:
 
 def steps_of(workdir: pathlib.Path) -> list[int]:
   """Returns the steps of the checkpoints in a workdir, newest first."""
-  names = (p.name for p in folder_of(workdir).glob("*"))
+  if bucket := remote.bucket_of(workdir):
+    names = [name.removesuffix(".json") for name in bucket.children(FOLDER)[0]]
+  else:
+    names = [p.name for p in folder_of(workdir).glob("*")]
   return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
@@ -92,7 +99,10 @@ def read_record(workdir: pathlib.Path, step: int) -> Record:
     ValueError, OSError, TypeError: the record is missing or damaged.
   """
   path = folder_of(workdir) / str(step) / "record" / "metadata"
-  fields = json.loads(path.read_bytes())
+  if bucket := remote.bucket_of(workdir):
+    fields = json.loads(bucket.get(f"{FOLDER}/{step}.json") or b"")
+  else:
+    fields = json.loads(path.read_bytes())
   if fields.pop("crc32", None) != _crc32(fields):
     raise ValueError(f"{path} has another content than was saved")
   return Record(**fields)

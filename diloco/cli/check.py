@@ -20,7 +20,8 @@ from diloco.aot import look_for_no_device
 from diloco.config import Config, changed
 from diloco.config.command_line import load_config
 from diloco.errors import ConfigError, TryAgain
-from diloco.util.command import Parser, as_path, guarded, in_range
+from diloco.util.command import Parser, as_place, guarded, in_range
+from diloco.util.storage import open_storage
 
 
 def devices(c: Config, topology: str, slices: int) -> str:
@@ -45,11 +46,11 @@ def devices(c: Config, topology: str, slices: int) -> str:
   )
 
 
-def checkpoints(c: Config, workdir: pathlib.Path | None) -> str:
+def checkpoints(c: Config, workdir: pathlib.Path | str | None) -> str:
   """Describes what the checkpoints take.
 
   Raises:
-    ConfigError: the disk of --workdir has no room for them.
+    ConfigError: the disk of --workdir has no room for them, or its bucket is closed.
   """
   import jax
 
@@ -64,7 +65,9 @@ def checkpoints(c: Config, workdir: pathlib.Path | None) -> str:
   one = changed(c, fields)
   mesh = make_mesh(one, jax.devices()[:1])
   size = needed(tree_of(abstract_state(one, mesh, make_plan(one, mesh))))
-  if workdir:
+  if isinstance(workdir, str):
+    open_storage(workdir, "--workdir")
+  elif workdir:
     check_room(workdir, size, c.checkpoint, c.train.steps)
   most = at_once(c.checkpoint, c.train.steps)
   return f"{size / 1e9:,.1f} GB each, at most {most} at once"
@@ -157,8 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   text = "chip and grid of a slice, as v5e:8x8; or GPUs of a node, as h100:8"
   add("--topology", required=True, help=text)
   add("--slices", type=in_range(1), default=1, help="slices or nodes; default 1")
-  text = "folder of the run, if its disk can be seen from here"
-  add("--workdir", type=as_path, help=text)
+  text = "folder of the run, if it can be reached from here"
+  add("--workdir", type=as_place, help=text)
   args, others = parser.parse_known_args(argv)
   return guarded(run, args, others, mistakes=ConfigError)
 

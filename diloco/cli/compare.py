@@ -26,7 +26,7 @@ from diloco.simulate import from_config, wallclock
 from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.spec import plugins
 from diloco.spec.shapes import matrix_params
-from diloco.util import command, palette
+from diloco.util import command, files, palette, remote
 
 # Fields that are columns already, follow from columns, or change no result; plug-ins
 # have more that change none, see `Extension.free`.
@@ -270,15 +270,17 @@ def compare(args: argparse.Namespace) -> None:
   if args.out:
     command.check_picture(args.out, "compare.png")
   across = wallclock.Network(args.gbits * 1e9, args.latency)
-  runs = named(read_all(args.workdir))
+  folders = [remote.local_copy(place, "WORKDIR") for place in args.workdir]
+  runs = named(read_all(folders))
   means = [mean_of(group) for group in joined(runs)]
   seconds, notes = idealised(means, args.chips, across)
   print(table(runs) + "\n")
   warned = incomparable([run.basis for run in runs])
   print("\n".join([*warned, *notes, *itertools.chain(*map(missing, runs))]))
-  out = args.out or args.workdir[0] / "compare.png"
+  out = args.out or folders[0] / "compare.png"
   palette.save(lambda: draw(means, seconds, across), out)
-  print(f"picture      {out}")
+  remote.put_back(out)
+  print(f"picture      {files.shown(out)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -286,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = command.Parser(prog="python -m diloco compare", description=__doc__)
   add = parser.add_argument
   text = "--workdir of a run, or the folder of its site-0, site-1, ..."
-  add("workdir", metavar="WORKDIR", type=path, nargs="+", help=text)
+  add("workdir", metavar="WORKDIR", type=command.as_place, nargs="+", help=text)
   add("--out", type=path, help="picture to write; default compare.png in WORKDIR")
   text = "chips of each run; default: enough for the largest"
   add("--chips", type=command.in_range(2.0, 1e9), help=text)

@@ -25,7 +25,7 @@ from diloco.evaluate.evaluation import Evaluation
 from diloco.interop.load import load
 from diloco.log.workdir import read_contents
 from diloco.mesh.modes import plain_modes
-from diloco.util import command, files
+from diloco.util import command, files, remote
 
 
 @plain_modes()
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> None:
     )
   if args.details:
     command.make_parent(args.details, "--details")
-  model = load(args.workdir, args.step)
+  workdir = remote.local_copy(args.workdir, "--workdir")
+  model = load(workdir, args.step)
   fields = {
     "eval.tasks": args.tasks,
     "eval.task_items": args.items,
@@ -53,14 +54,15 @@ def run(args: argparse.Namespace) -> None:
       print(tasks.line(name, values))
     if args.heldout:
       r = evaluation.loss(model.params)
-      note = _note(args.workdir, model.config, evaluation)
+      note = _note(workdir, model.config, evaluation)
       said |= dataclasses.asdict(r) | {"note": note}
       print(f"held-out {r.loss:.4f} nats/token, {r.bits_per_byte:.4f} bits/byte{note}")
-  path = args.workdir / f"evaluation_{model.step}.json"
+  path = workdir / f"evaluation_{model.step}.json"
   before = files.read_json(path) or {}  # The results of earlier calls.
   said = before | said | {"tasks": before.get("tasks", {}) | of_tasks}
   try:
     files.write_json(path, said)
+    remote.put_back(path)
   except OSError as error:  # The run may belong to another user.
     print(f"{path} cannot be written ({error.strerror}); it would have:")
     print(json.dumps(said))

@@ -31,8 +31,8 @@ from diloco.log.status import (
   progress,
 )
 from diloco.log.workdir import backwards, read_config
-from diloco.util import files
-from diloco.util.command import Parser, as_path, guarded, in_range
+from diloco.util import files, remote
+from diloco.util.command import Parser, as_place, guarded, in_range
 from diloco.util.shipped import PACKAGE
 
 SUMMARY = "summary.json"
@@ -136,12 +136,12 @@ def find(folder: pathlib.Path) -> list[pathlib.Path]:
   return sorted({path.parent for path in found})
 
 
-def lines(folder: pathlib.Path, now: float) -> list[str]:
+def lines(folder: pathlib.Path | str, now: float) -> list[str]:
   """Describes the run of a folder, or each run in the folder in one line."""
-  runs = find(folder)
+  runs = find(remote.local_copy(folder, "WORKDIR"))
   if len(runs) == 1:
     title, news, details = read(runs[0], now)
-    shown = {"run": f"{runs[0]}: {title}"} | news | details
+    shown = {"run": f"{files.shown(runs[0])}: {title}"} | news | details
     return [f"{what:<12} {text}" for what, text in shown.items()]
   names = [os.path.relpath(run, os.path.commonpath(runs)) for run in runs]
   wide, found = max(map(len, names)), list[str]()
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco status", description=__doc__)
   add = parser.add_argument
   text = "folder of a run, of a group of sites, or of several of them"
-  add("workdir", metavar="WORKDIR", type=as_path, nargs="+", help=text)
+  add("workdir", metavar="WORKDIR", type=as_place, nargs="+", help=text)
   text = "show it again every so many seconds; default 10"
   kind = in_range(0.1, 86_400.0)
   add("--follow", type=kind, nargs="?", const=10, metavar="SECONDS", help=text)

@@ -27,8 +27,9 @@ from diloco.mesh.devices import make_inference_mesh
 from diloco.mesh.modes import plain_modes
 from diloco.spec import plugins, shapes
 from diloco.spec.fields import ModelConfig
+from diloco.util import remote
 from diloco.util.command import one_line, optional
-from diloco.util.files import folders_with, local_path, require_json
+from diloco.util.files import folders_with, require_json
 from diloco.util.types import PyTree
 
 # Files of an export, see diloco/cli/export.py.
@@ -65,7 +66,7 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
     ConfigError: there is no such folder or checkpoint, this version cannot read it, or
       it needs a plug-in that is not of diloco and was not imported before.
   """
-  workdir = local_path(workdir, "workdir")
+  workdir = remote.local_copy(workdir, "workdir")
   if not workdir.is_dir():
     raise ConfigError(
       f"workdir is {str(workdir)!r}, but there is no such folder; give the --workdir"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from diloco.checkpoint.record import steps_of
 from diloco.log.workdir import title
-from diloco.util import files
+from diloco.util import files, remote
 
 # A run has probably stopped if it adds no line for _PATIENCE times the usual time of a
 # line, and for _LEAST_S seconds: evaluations and checkpoints take time too.
@@ -81,7 +81,9 @@ def last_line(
   if done:
     return {"state": "finished"}
   age = now - path.stat().st_mtime
-  state = "probably stopped" * (age > max(_PATIENCE * usual, _LEAST_S))
+  # A bucket gets new lines with the checkpoints only.
+  stale = age > max(_PATIENCE * usual, _LEAST_S) and not remote.address_of(path)
+  state = "probably stopped" * stale
   if has_ended(path.parent):
     state = "stopped"
   if not state:

@@ -23,7 +23,7 @@ from diloco.model import attention, sampling
 from diloco.processes.peers import Peers
 from diloco.spec import sizes
 from diloco.spec.shapes import matrix_params, num_params
-from diloco.util import files
+from diloco.util import files, remote
 
 FILE = "summary.json"
 # Fewer syncs than this leave the outer parameters far behind the replicas.
@@ -135,7 +135,7 @@ def baseline(c: Config, contents: Mapping[str, str]) -> float:
   """
   if not c.log.baseline:
     return 0.0
-  folder = files.local_path(c.log.baseline, "log.baseline")
+  folder = remote.local_copy(c.log.baseline, "log.baseline")
   found = files.require_json(folder / FILE, "log.baseline")
   config = complete(files.require_json(folder / CONFIG, "log.baseline"))
   theirs = basis(config.to_dict(), read_contents(folder))
@@ -235,10 +235,10 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
   if text:
     lines += ["", "generated    " + text.replace("\n", "\n             "), ""]
   lines += [
-    f"checkpoint   {workdir / 'checkpoints'}",
-    f"metrics      {workdir / 'metrics.jsonl'}"
+    f"checkpoint   {files.shown(workdir / 'checkpoints')}",
+    f"metrics      {files.shown(workdir / 'metrics.jsonl')}"
     + " and tensorboard/" * (workdir / "tensorboard").is_dir(),
-    f"loss curve   {workdir / 'loss.png'}",
-    f"summary      {workdir / FILE}",
+    f"loss curve   {files.shown(workdir / 'loss.png')}",
+    f"summary      {files.shown(workdir / FILE)}",
   ]
   print("\n".join(lines))

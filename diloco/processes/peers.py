@@ -28,6 +28,7 @@ import jax
 from diloco.errors import TryAgain
 from diloco.processes import streams
 from diloco.processes.streams import Box, outgoing, packed
+from diloco.util.files import shown
 
 _GRACE = 5.0  # Seconds to wait for the errors of others, which may explain this one.
 # Seconds to wait for a value of a process that is connected but does not send it.
@@ -353,4 +354,4 @@ def process_names(ids: list[int]) -> str:
 
 def print_line(line: str) -> None:
   """Writes one line to stderr, whole even if other threads write."""
-  print(line + "\n", end="", file=sys.stderr, flush=True)
+  print(shown(line) + "\n", end="", file=sys.stderr, flush=True)

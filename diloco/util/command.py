@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from diloco import errors
 from diloco.errors import ConfigError
 from diloco.util import shipped
-from diloco.util.files import local_path
+from diloco.util.files import is_address, local_path, shown
 
 INTERRUPTED = 128 + signal.SIGINT  # Exit status of a program that Ctrl-C ended.
 UNREAD = 128 + signal.SIGPIPE  # Exit status of a program whose output nobody reads.
@@ -62,7 +62,7 @@ def guarded(
     if not (told := errors.explain(error, mistakes)):
       raise
     sentence, status = told
-    print(f"error: {sentence}", file=sys.stderr)
+    print(f"error: {shown(sentence)}", file=sys.stderr)
     return status
   return status if isinstance(status, int) else 0
 
@@ -187,11 +187,16 @@ def as_path(text: str) -> pathlib.Path:
     raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def as_place(text: str) -> pathlib.Path | str:
+  """The type of an option that is a path, or an address such as s3://BUCKET/RUN."""
+  return text if is_address(text) else as_path(text)
+
+
 def model_parser(command: str, description: str | None) -> Parser:
   """Makes the parser of a command that takes a trained model."""
   parser = Parser(prog=f"python -m diloco {command}", description=description)
   parser.add_argument(
-    "--workdir", type=as_path, required=True, help="folder of a run or an export"
+    "--workdir", type=as_place, required=True, help="folder of a run or an export"
   )
   parser.add_argument("--step", type=int, help="default: the newest checkpoint")
   return parser

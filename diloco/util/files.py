@@ -7,15 +7,29 @@ import json
 import os
 import pathlib
 import re
+import secrets
 import socket
+import tempfile
 from collections.abc import Iterator
 from typing import IO, Any, BinaryIO
 
 from diloco.errors import ConfigError
 
+# Where this process has its copies of folders in buckets (`remote.local_copy`).
+COPIES = pathlib.Path(tempfile.gettempdir()) / f"diloco-{secrets.token_hex(6)}"
 _LONGEST = 255  # Bytes of a name.
 # Some file systems know no locks, for example Lustre without the mount option flock.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
+
+
+def shown(text: object) -> str:
+  """Returns a text or a path for the user: with addresses instead of their copies."""
+  return re.sub(rf"{re.escape(str(COPIES))}/(\w+)/", r"\1://", str(text))
+
+
+def is_address(place: str | os.PathLike) -> bool:
+  """Whether a place is an address such as s3://BUCKET/RUN, and no path."""
+  return "://" in os.fspath(place)
 
 
 def local_path(text: str | os.PathLike, name: str) -> pathlib.Path:

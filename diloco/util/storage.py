@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco.errors import ConfigError
 from diloco.util.command import make_folder, optional
-from diloco.util.files import local_path
+from diloco.util.files import is_address, local_path
 
 _STALE_S = 3600.0  # An unfinished file that is so old is of a process that was killed.
 # Errors of a folder that only a person can mend.
@@ -164,9 +164,26 @@ class Bucket(Storage):
       self._obstore.delete(self._store, name)
 
   def names(self, folder: str) -> list[str]:
+    return [name.removeprefix(f"{folder}/") for name in self.listed(folder)]
+
+  def listed(self, folder: str = "") -> dict[str, float]:
+    """Returns {name: time of writing, seconds since 1970} of files at any depth."""
     with _as_os_error():
       pages = self._obstore.list(self._store, folder)
-      return [x["path"].removeprefix(f"{folder}/") for page in pages for x in page]
+      return {x["path"]: x["last_modified"].timestamp() for page in pages for x in page}
+
+  def children(self, folder: str) -> tuple[list[str], list[str]]:
+    """Returns the names of a folder's files, and of the folders in it."""
+    with _as_os_error():
+      found = self._obstore.list_with_delimiter(self._store, folder)
+    paths = [x["path"] for x in found["objects"]], found["common_prefixes"]
+    files, folders = ([x.rpartition("/")[2] for x in some] for some in paths)
+    return files, folders
+
+  def move(self, name: str, to: str) -> None:
+    """Gives a file another name."""
+    with _as_os_error():
+      self._obstore.rename(self._store, name, to)
 
 
 @contextlib.contextmanager
@@ -180,7 +197,8 @@ def _as_os_error() -> Iterator[None]:
   except OSError:
     raise
   except exceptions.BaseError as error:
-    number = errno.EACCES if isinstance(error, refused) else errno.EIO
+    # Not EIO, which a damaged file may be, too.
+    number = errno.EACCES if isinstance(error, refused) else errno.ECONNABORTED
     raise OSError(number, _short(error)) from error
 
 
@@ -213,7 +231,7 @@ def open_storage(address: str, flag: str, writes: bool = True) -> Storage:
       nothing can be written; or two processes could create the same file.
     OSError: the file system or the network fails, perhaps not for long.
   """
-  is_bucket = "://" in address
+  is_bucket = is_address(address)
   if is_bucket:
     needs = f"{flag} is {address!r}, and buckets need"
     stores = optional("obstore.store", needs, "bucket")

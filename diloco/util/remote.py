@@ -1,0 +1,124 @@
+"""Folders in buckets, by a local copy of their small files. No JAX.
+
+A command that is given s3://BUCKET/RUN works in a temporary folder of this machine,
+whose path ends in s3/BUCKET/RUN. Checkpoints are not copied (`checkpoint/bucket.py`).
+"""
+
+import atexit
+import concurrent.futures
+import os
+import pathlib
+import secrets
+import shutil
+
+from diloco.errors import ConfigError
+from diloco.util import files
+from diloco.util.storage import Bucket, open_storage
+
+LOCK = ".lock"  # Names the process that writes to the folder, as in a local folder.
+REQUESTS = 16  # At once.
+# Folders of a run that are not copied: they are large.
+_LARGE = {"checkpoints", "unreadable"}
+
+
+def local_copy(
+  place: str | os.PathLike, flag: str, writes: bool = False
+) -> pathlib.Path:
+  """Returns a path as it is; of an address, the folder with copies of its small files.
+
+  Args:
+    place: a path of this machine, or an address.
+    flag: the flag or field with the place, for messages.
+    writes: whether files will be written to the address.
+
+  Raises:
+    ConfigError: see `files.local_path` and `storage.open_storage`.
+    OSError: the network fails, perhaps not for long.
+  """
+  if not files.is_address(place):
+    return files.local_path(place, flag)
+  address = os.fspath(place).rstrip("/")
+  scheme, _, rest = address.partition("://")
+  if {"", ".", ".."} & {*rest.split("/")}:
+    raise ConfigError(f"{flag} is {address!r}; give one such as s3://BUCKET/RUN.")
+  storage, folder = open_storage(address, flag, writes), files.COPIES / scheme / rest
+  assert isinstance(storage, Bucket)
+  if not files.COPIES.is_dir():
+    atexit.register(shutil.rmtree, files.COPIES, ignore_errors=True)
+  shutil.rmtree(folder, ignore_errors=True)  # What the bucket has counts.
+  folder.mkdir(parents=True)
+  found = {
+    name: changed
+    for name, changed in storage.listed().items()
+    if not _LARGE & {*name.split("/")}
+  }
+
+  def copy(name: str) -> None:
+    if (data := storage.get(name)) is not None:
+      path = folder / name
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.write_bytes(data)
+      os.utime(path, 2 * (found[name],))
+
+  with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
+    list(pool.map(copy, found))
+  return folder
+
+
+def address_of(path: pathlib.Path) -> str:
+  """Returns the address whose copy a path is; "" if it is no copy."""
+  return files.shown(path) if path.is_relative_to(files.COPIES) else ""
+
+
+def bucket_of(folder: pathlib.Path) -> Bucket | None:
+  """Opens the bucket whose copy a folder is; None if it is no copy."""
+  if not (address := address_of(folder)):
+    return None
+  storage = open_storage(address, "--workdir", writes=False)
+  assert isinstance(storage, Bucket)
+  return storage
+
+
+def put_back(path: pathlib.Path) -> None:
+  """Copies a file to the bucket, if its folder is a copy of one."""
+  if bucket := bucket_of(path.parent):
+    bucket.put(path.name, path.read_bytes())
+
+
+class Mirror:
+  """Copies what changes in a local copy to its bucket, as long as no other run does."""
+
+  def __init__(self, folder: pathlib.Path, bucket: Bucket):
+    """Takes the folder over: a process that wrote to it before fails from now on."""
+    self._folder, self._bucket = folder, bucket
+    self._holder = f"{files.holder()}{secrets.token_hex(8)}\n".encode()
+    self._known = self._state()
+    bucket.put(LOCK, self._holder)
+
+  def push(self) -> None:
+    """Makes the small files of the bucket those of the folder.
+
+    Raises:
+      ConfigError: another run has taken the bucket's folder over.
+      OSError: the network fails.
+    """
+    holder = self._bucket.get(LOCK) or b""
+    if holder != self._holder:
+      other = holder.decode(errors="replace").partition("\n")[0] or "another process"
+      raise ConfigError(
+        f"--workdir is {address_of(self._folder)}, where {other} has started to train;"
+        " this run ends; let one run at a time use the folder."
+      )
+    now = self._state()
+    for name in self._known.keys() - now.keys():
+      self._bucket.delete(name)
+    for name, state in now.items():
+      if self._known.get(name) != state:
+        self._bucket.put(name, (self._folder / name).read_bytes())
+    self._known = now
+
+  def _state(self) -> dict[str, tuple[int, int]]:
+    """Returns {name: time of the last change, size} of all files but hidden ones."""
+    paths = (p for p in self._folder.rglob("*") if p.is_file() and p.name[0] != ".")
+    stats = {p.relative_to(self._folder).as_posix(): p.stat() for p in paths}
+    return {name: (s.st_mtime_ns, s.st_size) for name, s in stats.items()}
