@@ -17,8 +17,7 @@ from diloco.algorithm.placement import Placement
 from diloco.config import changed
 from diloco.contrib.sites import outer_state
 from diloco.contrib.sites.calendar import Calendar, config_of
-from diloco.contrib.sites.group.holder import Measure
-from diloco.contrib.sites.group.rounds import Measured
+from diloco.contrib.sites.group.rounds import Measure, Measured
 from diloco.mesh import sharding
 from diloco.mesh.devices import make_mesh
 from diloco.wire import exchange

@@ -9,7 +9,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import TypeAlias
 
 from diloco.config import changed
 from diloco.contrib.sites import SitesConfig
@@ -17,18 +16,8 @@ from diloco.contrib.sites.calendar import Calendar
 from diloco.contrib.sites.group import records
 from diloco.contrib.sites.group.journal import Closed, Journal, path_of
 from diloco.contrib.sites.group.records import Payload, Record
-from diloco.contrib.sites.group.rounds import (
-  Closing,
-  Measured,
-  Outliers,
-  Presence,
-  Rounds,
-  Window,
-)
+from diloco.contrib.sites.group.rounds import Closing, Measure, Outliers, Rounds, Window
 from diloco.util.storage import Storage
-
-# Measures the payloads {site: bytes} of a round.
-Measure: TypeAlias = Callable[[int, dict[int, bytes]], dict[int, Measured]]
 
 
 @dataclasses.dataclass
@@ -178,7 +167,7 @@ class Holder:
     if self.started:
       return
     sites, count = self._config, self._calendar.sites
-    ready = sum(m.presence is Presence.IN for m in rounds.members.values())
+    ready = sum(m.first < math.inf for m in rounds.members.values())
     waited_s = time.monotonic() - self._first_ready
     if ready == count or (ready >= sites.quorum and waited_s > sites.start_s):
       self._print(f"training begins with {ready} of {count} sites.")

@@ -86,9 +86,8 @@ def headers_in(lines: Iterable[bytes]) -> dict[int, dict[str, Any]]:
   for line in lines:
     with contextlib.suppress(*_DAMAGE):
       header = json.loads(line)
-      if (
-        header.keys() >= {"fragment", "step", "tokens"} and type(header["round"]) is int
-      ):
+      known = header.keys() >= {"fragment", "step", "tokens"}
+      if known and type(header["round"]) is int:
         found[header["round"]] = header
   return found
 

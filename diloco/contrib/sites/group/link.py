@@ -18,6 +18,7 @@ So nothing waits for a listing; listings only find what may be deleted.
 
 import asyncio
 import dataclasses
+import math
 import secrets
 import threading
 import time
@@ -27,10 +28,11 @@ from typing import Any
 from diloco.contrib.sites import SitesConfig
 from diloco.contrib.sites.calendar import Calendar
 from diloco.contrib.sites.group import journal, records
-from diloco.contrib.sites.group.holder import Holder, Measure
+from diloco.contrib.sites.group.holder import Holder
 from diloco.contrib.sites.group.journal import Closed, Journal
 from diloco.contrib.sites.group.lease import Lease
 from diloco.contrib.sites.group.records import Record, pack
+from diloco.contrib.sites.group.rounds import Measure
 from diloco.errors import ConfigError
 from diloco.util.storage import Storage
 from diloco.wire.transport import ExchangeFailed
@@ -96,7 +98,6 @@ class Link:
     self._known = False  # Whether there was a welcome.
     self._closed = dict[int, Closed]()
     self._first = self._next = 0  # The first and the next round to receive.
-    self._published = 0  # Rounds that the group has closed.
     self._outgoing = dict[int, bytes]()  # Files with payloads of open rounds.
     self._sent = set[int]()  # Those that are in the storage.
     self._ready: int | None = None  # The last argument of `ready`.
@@ -154,8 +155,7 @@ class Link:
   def closed(self, number: int) -> Closed:
     """Returns a closed round, and forgets those before."""
     with self._changed:
-      for before in [r for r in self._closed if r < number]:
-        del self._closed[before]
+      self._closed = {r: x for r, x in self._closed.items() if r >= number}
       return self._closed[number]
 
   def welcome(self) -> Welcome | None:
@@ -168,7 +168,7 @@ class Link:
     """Returns how many rounds are received, and how many the group has closed."""
     with self._changed:
       self._raise()
-      return self._next, self._published
+      return self._next, max(self._journal.closed, self._next)
 
   def absent(self) -> list[int]:
     """Lists the sites that have no payload in any closed round."""
@@ -243,16 +243,15 @@ class Link:
 
   async def _again(self, step: Callable[[], Awaitable[None]]) -> None:
     """Calls `step` until the site leaves; tries again if the storage fails."""
-    failed_at, told = 0.0, False
+    failed_at = 0.0  # Infinite after a line.
     while not self._leaving:
       try:
         await step()
-        failed_at, told = 0.0, False
+        failed_at = 0.0
       except OSError as error:
-        now = time.monotonic()
-        failed_at = failed_at or now
-        if not told and now - failed_at > _QUIET_S:
-          told = True
+        failed_at = failed_at or time.monotonic()
+        if time.monotonic() - failed_at > _QUIET_S:
+          failed_at = math.inf
           self._print(f"{self._address}: {error}. This site tries again.")
       await asyncio.sleep(self._storage.poll_s)
 
@@ -369,9 +368,6 @@ class Link:
     await asyncio.to_thread(self._journal.advance)
     if self._journal.closed < self._journal.first:
       await self._skip()  # This site was away for so long that rounds are gone.
-    with self._changed:
-      self._published = max(self._journal.closed, self._next)
-      self._changed.notify_all()
     # One that the site has taken, and those before a snapshot, need no room.
     held = lambda: sum(r >= self._first for r in self._closed) - 1
     while self._next < self._journal.closed and held() < self._calendar.room:
@@ -436,7 +432,6 @@ class Link:
     with self._changed:
       self._welcome, self._next = welcome, welcome.round
       self._digests[welcome.round] = digests
-      self._published = max(self._journal.closed, self._next)
       self._first = welcome.round
       self._outgoing.clear()
       self._known = True

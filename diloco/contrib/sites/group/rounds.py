@@ -11,24 +11,14 @@ Times are seconds of any clock that never goes back.
 
 import collections
 import dataclasses
-import enum
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 _LEAST_PATIENCE = 0.25
 _LATELY = 8  # Rounds of a fragment whose norms show what is usual.
 _PACES = 16  # Pairs of rounds whose times show how long a step takes.
-
-
-class Presence(enum.Enum):
-  """Whether a site takes part."""
-
-  AWAY = "away"  # It gives no sign.
-  JOINED = "joined"  # There, but it has not trained its first step yet.
-  IN = "in"  # Expected in every round from `Member.first` on.
-  LATE = "late"  # Missed a round, and has not caught up.
 
 
 @dataclasses.dataclass
@@ -36,13 +26,14 @@ class Member:
   """What the holder of the lease knows of one site.
 
   Attributes:
-    presence: whether the site takes part.
-    first: the first round in which the site is expected.
+    here: whether the site gives a sign.
+    first: the first round in which the site is expected; infinite before its first step
+      is trained, and from a round that it missed until it has caught up.
     patience: share of the window that a round waits for this site.
   """
 
-  presence: Presence = Presence.AWAY
-  first: int = 0
+  here: bool = False
+  first: float = math.inf
   patience: float = 1.0
 
 
@@ -74,6 +65,10 @@ class Measured(NamedTuple):
 
   norm: float | None
   cosine: float | None = None
+
+
+# Measures the payloads {site: bytes} of a round.
+Measure: TypeAlias = Callable[[int, dict[int, bytes]], dict[int, Measured]]
 
 
 class Outliers:
@@ -188,7 +183,7 @@ class Rounds:
       closed: rounds that are closed already.
     """
     self.closed, self._quorum, self._window = closed, quorum, window
-    self.members = {k: Member(first=closed) for k in range(sites)}
+    self.members = {k: Member() for k in range(sites)}
     self._sent: dict[int, set[int]] = {}  # {open round: sites that have sent}
     self._quorum_at: dict[int, float] = {}
     # After a change of the holder, sites that are still on their way are expected.
@@ -200,18 +195,18 @@ class Rounds:
 
   def join(self, site: int) -> None:
     """A site comes; it is not expected before `ready`."""
-    self.members[site].presence = Presence.JOINED
+    self.members[site].here, self.members[site].first = True, math.inf
 
   def ready(self, site: int, first: int) -> None:
     """A site reports that it will send round `first` and those after it."""
     member = self.members[site]
     self._returning.discard(site)
-    if member.presence is not Presence.AWAY:
-      member.presence, member.first = Presence.IN, max(first, self.closed)
+    if member.here:
+      member.first = max(first, self.closed)
 
   def leave(self, site: int) -> None:
     """A site goes. What it has sent still counts."""
-    self.members[site].presence = Presence.AWAY
+    self.members[site].here, self.members[site].first = False, math.inf
     self._returning.discard(site)
 
   def sent(self, site: int, number: int, now: float) -> None:
@@ -239,9 +234,8 @@ class Rounds:
     for site in missing:
       self._returning.discard(site)
       member = self.members[site]
+      member.first = math.inf
       member.patience = max(member.patience / 2, _LEAST_PATIENCE)
-      if member.presence is Presence.IN:
-        member.presence = Presence.LATE
     self._sent.pop(number)
     quorum_at = self._quorum_at.pop(number)
     self._window.closed(number)
@@ -256,9 +250,5 @@ class Rounds:
     return quorum_at + patience * self._window.seconds(self.closed, quorum_at)
 
   def _expected(self, number: int) -> set[int]:
-    inside = {
-      site
-      for site, member in self.members.items()
-      if member.presence is Presence.IN and member.first <= number
-    }
+    inside = {site for site, member in self.members.items() if member.first <= number}
     return inside | self._returning

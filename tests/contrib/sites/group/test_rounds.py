@@ -11,7 +11,6 @@ from diloco.contrib.sites.group.rounds import (
   Closing,
   Measured,
   Outliers,
-  Presence,
   Rounds,
   Window,
 )
@@ -38,6 +37,7 @@ class Machine(RuleBasedStateMachine):
     self.first = first
     self.sent = {}  # {round: {site: when}}
     self.waited_for = {}  # {site: rounds that closed without it since its `ready`}
+    self.expected = dict.fromkeys(range(4), first)  # {site: its first round}
     if first:
       self.rounds.expect_return((0, 1))
       self.waited_for |= {0: 0, 1: 0}
@@ -60,8 +60,8 @@ class Machine(RuleBasedStateMachine):
   @rule(site=SITES, ahead=st.integers(0, 2))
   def ready(self, site, ahead):
     self.rounds.ready(site, self.rounds.closed + ahead)
-    if self.rounds.members[site].presence is Presence.IN:
-      self.waited_for[site] = 0
+    if self.rounds.members[site].first < math.inf:
+      self.waited_for[site], self.expected[site] = 0, self.rounds.closed + ahead
 
   @rule(site=SITES)
   def leave(self, site):
@@ -91,6 +91,7 @@ class Machine(RuleBasedStateMachine):
     assert not set(closing.late) & set(closing.members)
     # A site that is missing delays the others once until it says `ready` again.
     for site in closing.late:
+      assert closing.round >= self.expected[site]
       self.waited_for[site] += 1
       assert self.waited_for[site] == 1
       # Sites that missed a round before are waited for in a part of the window.
@@ -131,22 +132,18 @@ def rounds_of(sites: int, quorum: int = 1, grace_s: float = 10) -> Rounds:
   return rounds
 
 
-def rounds_closing(number, members, late=(), waited_s=0.0):
-  return Closing(number, members, late, waited_s)
-
-
 def test_a_missing_site_delays_the_others_once():
   rounds = rounds_of(2)
   rounds.sent(0, 0, now=0)
   assert rounds.close(now=9.9) is None
-  assert rounds.close(now=10) == rounds_closing(0, (0,), (1,), 10)
-  assert rounds.members[1].presence is Presence.LATE
+  assert rounds.close(now=10) == Closing(0, (0,), (1,), 10)
+  assert rounds.members[1].first == math.inf
   rounds.sent(0, 1, now=11)
-  assert rounds.close(now=11) == rounds_closing(1, (0,))
+  assert rounds.close(now=11) == Closing(1, (0,), (), 0)
   # A payload of a late site counts if it comes in time.
   rounds.sent(1, 2, now=12)
   rounds.sent(0, 2, now=12)
-  assert rounds.close(now=12) == rounds_closing(2, (0, 1))
+  assert rounds.close(now=12) == Closing(2, (0, 1), (), 0)
   rounds.ready(1, 3)
   rounds.sent(0, 3, now=13)
   assert rounds.close(now=22.9) is None
@@ -167,27 +164,6 @@ def test_a_site_that_misses_round_after_round_is_waited_for_less():
   rounds.close(now=500)
   rounds.sent(0, 5, now=600)
   assert rounds.deadline() == 608
-
-
-def test_a_site_is_not_expected_before_its_first_round():
-  rounds = rounds_of(2)
-  rounds.ready(1, 1)
-  rounds.sent(0, 0, now=0)
-  assert rounds.close(now=0) == rounds_closing(0, (0,))
-  rounds.sent(0, 1, now=1)
-  assert rounds.close(now=1) is None
-
-
-def test_after_a_restart_the_last_members_are_expected_for_one_window():
-  rounds = Rounds(3, 1, Window(10), closed=4)
-  rounds.expect_return((0, 1))
-  rounds.join(0)
-  rounds.ready(0, 4)
-  rounds.sent(0, 4, now=0)
-  assert rounds.close(now=9) is None
-  assert rounds.close(now=10) == rounds_closing(4, (0,), (1,), 10)
-  rounds.sent(0, 5, now=10)
-  assert rounds.close(now=10) == rounds_closing(5, (0,))
 
 
 def paced(tau=3, least_s=0.5, first=0):
@@ -237,10 +213,10 @@ def test_what_the_quorum_took_is_gone():
   assert rounds.deadline() == math.inf
   rounds.sent(1, 3, now=28)
   assert rounds.deadline() == 30
-  assert rounds.close(now=30) == rounds_closing(3, (0, 1), (2,), 2)
+  assert rounds.close(now=30) == Closing(3, (0, 1), (2,), 2)
   rounds.sent(0, 4, now=32)
   rounds.sent(1, 4, now=40)  # The first site waits already.
-  assert rounds.close(now=40) == rounds_closing(4, (0, 1))
+  assert rounds.close(now=40) == Closing(4, (0, 1), (), 0)
   rounds.ready(2, 5)
   rounds.sent(0, 5, now=40)
   rounds.sent(1, 5, now=48)
