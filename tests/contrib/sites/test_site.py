@@ -127,17 +127,22 @@ class Player:
     self.site = part.method(method, self.batches, stop)
     self.t, self.events = 0, []
 
-  def enter(self, start=0):
+  def enter(self, start=0, steps=0):
     with jax.set_mesh(self.mesh):
       self.t, self.state = self.site.enter(start, self.state)
+    self.steps(steps)
 
-  def step(self, ending=False, factor=1.01):
+  def steps(self, count, factor=1.01):
+    for _ in range(count):
+      with jax.set_mesh(self.mesh):
+        larger = jax.tree.map(lambda x: x * factor, self.state.params)
+        self.state = dataclasses.replace(self.state, params=larger)
+        self.t, self.state, events = self.site.outer(self.t + 1, self.state)
+      self.events += events
+
+  def step(self, ending=False):
     self.ending = ending
-    with jax.set_mesh(self.mesh):
-      larger = jax.tree.map(lambda x: x * factor, self.state.params)
-      self.state = dataclasses.replace(self.state, params=larger)
-      self.t, self.state, events = self.site.outer(self.t + 1, self.state)
-    self.events += events
+    self.steps(1)
 
   def account(self):
     return self.site.account({"bytes_sent_per_replica": 1, "params": 1})["site"]
@@ -146,6 +151,11 @@ class Player:
     """Returns a payload of the other site."""
     size = self.calendar.payload_bytes(0)
     return np.zeros(size, np.uint8).tobytes()
+
+  def miss(self, rounds=1):
+    """Closes rounds with the other site alone."""
+    for _ in range(rounds):
+      self.link.close({1: self.other()})
 
   def learning_rate_count(self):
     is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
@@ -171,12 +181,9 @@ class Player:
 def compiled():
   """Compiles the programs once, which takes longer than all tests."""
   player = Player()
-  player.enter()
-  for _ in range(EVERY):
-    player.step()
-  player.link.close({1: player.other()})
-  for _ in range(TAU):
-    player.step()
+  player.enter(steps=EVERY)
+  player.miss()
+  player.steps(TAU)
 
 
 def test_a_site_on_time_sends_and_merges_by_the_schedule():
@@ -238,12 +245,9 @@ def test_a_slow_site_of_a_small_batch_sends_and_merges_by_the_schedule_of_the_gr
 def test_a_site_offers_its_outer_state_at_first_and_with_every_checkpoint():
   player = Player(**{"checkpoint.every": EVERY + TAU})
   first = outer_state.digests(player.state.outer)
-  player.enter()
-  for _ in range(EVERY):
-    player.step()
-  player.link.close({1: player.other()})
-  for _ in range(TAU):
-    player.step()
+  player.enter(steps=EVERY)
+  player.miss()
+  player.steps(TAU)
   [own] = outer_state.digests(player.state.outer)
   assert player.link.noted == (0, own)
   assert player.link.offered == [(0, first), (1, [own])]
@@ -251,11 +255,8 @@ def test_a_site_offers_its_outer_state_at_first_and_with_every_checkpoint():
 
 def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
   player = Player()
-  player.enter()
-  for _ in range(EVERY):
-    player.step()
-  for _ in range(4):  # Up to step 12, while the site is at step 3.
-    player.link.close({1: player.other()})
+  player.enter(steps=EVERY)
+  player.miss(4)  # Up to step 12, while the site is at step 3.
   player.step()
   assert player.t == 12
   assert player.learning_rate_count() == {12}
@@ -265,19 +266,15 @@ def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
   assert (account["lost"], account["skipped_steps"]) == (1, 8)
   assert player.link.firsts[-1] == 4
   # Its next payload weighs the steps that it trains from now on.
-  for _ in range(EVERY):
-    player.step()
+  player.steps(EVERY)
   assert list(player.link.sent) == [0, 4]
   assert player.link.sent[4][1]["tokens"] == 3 * 4 * 16
 
 
 def test_a_late_site_waits_for_the_closed_rounds_for_which_the_link_had_no_room():
   player = Player()
-  player.enter()
-  for _ in range(EVERY):
-    player.step()
-  for _ in range(6):
-    player.link.close({1: player.other()})
+  player.enter(steps=EVERY)
+  player.miss(6)
   player.link.published = player.link.rounds[1:]
   del player.link.rounds[1:]
   player.step()
@@ -287,17 +284,14 @@ def test_a_late_site_waits_for_the_closed_rounds_for_which_the_link_had_no_room(
 
 def test_a_site_that_missed_a_round_sends_nothing_and_says_that_it_is_ready():
   player = Player()
-  player.enter()
-  player.step()
-  player.step()
+  player.enter(steps=2)
   player.link.close({1: player.other()})  # The round of step 3.
   player.step()
   assert player.t == 3
   assert not player.link.sent
   assert player.account()["lost"] == 1
   assert player.link.firsts == [0, 1]
-  player.step()
-  player.step()
+  player.steps(2)
   assert player.received() == [(0, 1, 0)]
   player.step()
   assert list(player.link.sent) == [1]
@@ -318,13 +312,11 @@ def test_error_feedback_takes_back_a_payload_that_counts_nowhere():
 
   player.enter()
   for number in range(2):
-    for _ in range(EVERY - TAU * bool(number)):
-      player.step()
+    player.steps(EVERY - TAU * bool(number))
     error()  # After the send.
     data, _ = player.link.sent[number]
     player.link.close({0: data, 1: player.other()} if number else {1: player.other()})
-    for _ in range(TAU):
-      player.step()
+    player.steps(TAU)
     error()  # After the merge.
   assert player.received() == [(0, 1, 0), (1, 2, 1)]
   sent, lost, again, counted = errors
@@ -339,7 +331,7 @@ def test_a_site_that_diverges_goes_on_with_the_parameters_of_the_group():
   player.enter()
   player.step()
   assert player.site.recovers(player.t)
-  player.step(factor=np.nan)
+  player.steps(1, factor=np.nan)
   player.step()  # The send of round 0 finds it.
   assert not player.link.sent
   assert player.link.firsts == [0, 1]  # Nobody waits for its payload of round 0.
@@ -349,14 +341,12 @@ def test_a_site_that_diverges_goes_on_with_the_parameters_of_the_group():
   # The log sees the losses later.
   assert player.site.recovers(EVERY)
   assert not player.site.recovers(EVERY + 1)
-  player.link.close({1: player.other()})
-  for _ in range(EVERY):
-    player.step()
+  player.miss()
+  player.steps(EVERY)
   data, fields = player.link.sent[1]
   assert fields["tokens"] == EVERY * 4 * 16
   player.link.close({0: data, 1: player.other()})
-  for _ in range(TAU):
-    player.step()
+  player.steps(TAU)
   assert player.received() == [(0, 1, 0), (1, 2, 1)]
   assert (player.account()["lost"], player.account()["contributed"]) == (0, 1)
   assert player.site.recovers(EVERY + 1)  # A payload has counted since.
@@ -365,11 +355,9 @@ def test_a_site_that_diverges_goes_on_with_the_parameters_of_the_group():
 def test_a_site_that_diverges_again_at_once_ends():
   player = Player()
   player.enter()
-  for _ in range(EVERY):
-    player.step(factor=np.nan)
-  player.link.close({1: player.other()})
-  for _ in range(EVERY):
-    player.step(factor=np.nan)
+  player.steps(EVERY, factor=np.nan)
+  player.miss()
+  player.steps(EVERY, factor=np.nan)
   assert player.account()["restored"] == 1
   assert not player.site.recovers(2 * EVERY)  # So the log raises TrainingDiverged.
   norms = [e.metrics["outer_grad_norm"] for e in player.events if e.kind == "send"]
@@ -378,14 +366,11 @@ def test_a_site_that_diverges_again_at_once_ends():
 
 def test_a_site_whose_payload_was_refused_goes_on_with_the_parameters_of_the_group():
   player = Player(**FEEDBACK, **{"model.param_dtype": "bfloat16"})
-  player.enter()
-  for _ in range(EVERY):
-    player.step()
+  player.enter(steps=EVERY)
   types = jax.tree.map(lambda x: x.dtype, player.state)
   player.link.close({}, refused=(0, 1))
   theta = outer_state.digests(player.state.outer)
-  for _ in range(TAU):
-    player.step()
+  player.steps(TAU)
   assert player.received() == [(0, 0, 0)]
   # No payload counted, so the outer state is what it was.
   assert outer_state.digests(player.state.outer) == theta
@@ -401,8 +386,7 @@ def test_a_site_whose_payload_was_refused_goes_on_with_the_parameters_of_the_gro
 def test_a_newcomer_starts_from_the_snapshot():
   donor, player = Player(), Player()
   donor.enter()
-  for _ in range(4):
-    donor.link.close({1: donor.other()})
+  donor.miss(4)
   donor.step()
   snapshot = outer_state.to_bytes(donor.state.outer)
   player.link.answer = Welcome(4, {"0": [12, {"position": 7}]}, snapshot)
@@ -413,8 +397,7 @@ def test_a_newcomer_starts_from_the_snapshot():
   assert digests[0] == digests[1]
   assert player.learning_rate_count() == {12}
   player.assert_params_are_theta()
-  for _ in range(EVERY):
-    player.step()
+  player.steps(EVERY)
   assert list(player.link.sent) == [4]
   # A second snapshot, after a long absence.
   player.link.base, player.link.rounds = 9, []
@@ -452,12 +435,9 @@ def test_a_bad_position_in_the_text_ends_no_site(recorded, capsys):
 
 def test_a_run_of_which_a_site_took_no_part_is_no_success():
   player = Player(**{"train.steps": EVERY + TAU})
-  player.enter()
-  for _ in range(EVERY):
-    player.step()
-  player.link.close({1: player.other()})
-  for _ in range(TAU):
-    player.step()
+  player.enter(steps=EVERY)
+  player.miss()
+  player.steps(TAU)
   player.link.missing = [1]
   with jax.set_mesh(player.mesh):
     player.site.drain(player.t, player.state)
@@ -473,8 +453,7 @@ def test_a_signal_ends_every_wait():
   player.enter()
   player.step(ending=True)
   assert player.t == 1
-  player.step()
-  player.step()
+  player.steps(2)
   assert 0 in player.link.sent
   player.step()
   player.step(ending=True)
@@ -485,9 +464,7 @@ def test_a_signal_ends_every_wait():
 def test_a_checkpoint_needs_no_payload_in_flight(tmp_path):
   player = Player()
   own = config_of(player.calendar.config, 0)
-  player.enter()
-  for _ in range(EVERY):
-    player.step()
+  player.enter(steps=EVERY)
   assert player.site.plan.schedule.in_flight(EVERY)
   with jax.set_mesh(player.mesh):
     method = make_method(own, player.mesh)
