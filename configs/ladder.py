@@ -2,24 +2,37 @@
 
   python -m diloco sweep --sweep=ladder:text=arrays:/tmp/text/tokens \
     --results=/tmp/ladder --parallel=2 --cores=1
+  python -m diloco sweep --sweep=ladder:size=35M --dry_run
 
-Repeats the procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) with six tiny sizes,
-data-parallel and DiLoCo with M = 1, 2, 4. At two sizes the learning rate, batch and
-outer learning rate are tuned until the best point is not on the edge of the grid; at
-the larger sizes the learning rate is tuned, and at 382k also the outer one of M = 2 and
-4. Seed 0 chooses; three more seeds repeat every best point, and are reported. D = 6 N
-tokens (paper: 20 N), H = 10 (paper: 30). Results and text: docs/ladder.md. Without an
-argument, the text is the shipped one, of which the two largest sizes see parts twice.
+With a size of the paper (35M to 2.4B), or size=all, this is the paper's own sweep
+(section 3.1): data-parallel and DiLoCo with M = 1, 2, 4, 8; powers of sqrt 2 for the
+inner rate, powers of 2 for the batch, and the paper's grid for the outer rate. Each
+search starts at the values of the paper's laws for its size and M, and ends when its
+best point is interior. The outer rates beyond 0.2 and 1.0 are ours. The fits of
+section 4 come from its results with `sweep --export=runs.csv --results=...` and
+`scaling_laws fit runs.csv`.
+
+Without a size, it repeats the procedure of the paper (arXiv 2503.09799) with six tiny
+sizes, data-parallel and DiLoCo with M = 1, 2, 4. At two sizes the learning rate, batch
+and outer learning rate are tuned until the best point is not on the edge of the grid;
+at the larger sizes the learning rate is tuned, and at 382k also the outer one of M = 2
+and 4. Seed 0 chooses; three more seeds repeat every best point, and are reported. D = 6
+N tokens (paper: 20 N), H = 10 (paper: 30). Results and text: docs/ladder.md. Without
+text=, the text is the shipped one, of which the two largest sizes see parts twice.
 """
 
+import dataclasses
 import functools
+from collections.abc import Sequence
+
+from ml_collections import ConfigDict
 
 from diloco.config import default_config
 from diloco.errors import ConfigError
 from diloco.spec.shapes import matrix_params
 from diloco.sweep.chart import LOSS, PLAIN, Chart
-from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
-from diloco.util.command import parse_options
+from diloco.sweep.grid import Axis, Grid, Point, Sweep, exponent, power
+from diloco.util.command import load_module, parse_options
 
 # Layers, heads and width by size, which is in thousands of parameters. The two largest
 # leave out positions and norms.
@@ -34,6 +47,10 @@ SIZES = {
 TOKENS_PER_PARAMETER = 6
 LENGTH, VOCABULARY = 64, 2048
 ROOT2 = 2**0.5
+# Sizes that the paper tuned, and the outer rates: 0.2 to 1.0 (section 3.1) and beyond.
+PAPER = load_module("chinchilla", "get_config", "configs/chinchilla.py")
+PAPER_SIZES = ("35M", "90M", "180M", "330M", "550M", "1.3B", "2.4B")
+OUTER_RATES = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 CHART = Chart(
   "A ladder of tiny models (2503.09799, figure 2)",
   "size",
@@ -42,6 +59,12 @@ CHART = Chart(
   log=True,
   y=(("loss", LOSS), ("more", "above data-parallel (%)")),
   against=PLAIN,
+)
+PAPER_CHART = dataclasses.replace(
+  CHART,
+  title="Scaling Laws for DiLoCo (2503.09799, figure 2, table 4)",
+  xlabel="size",
+  log=False,
 )
 
 
@@ -83,8 +106,21 @@ def get_config(point: Point, text: str = "sotu"):
 
 
 def get_sweep(argument: str = "") -> Sweep:
-  """Makes the sweep. The argument may have text=SOURCE, a data.source, and seeds=N."""
-  options = parse_options(argument, {"text": str, "seeds": int})
+  """Makes the sweep.
+
+  The argument may have size=SIZE of the paper or size=all, alone; or text=SOURCE, a
+  data.source, and seeds=N.
+  """
+  sizes = (*PAPER_SIZES, "all")
+  options = parse_options(argument, {"size": sizes, "text": str, "seeds": int})
+  if "size" in options:
+    if len(options) > 1:
+      raise ConfigError(
+        f"the sweep's argument is {argument!r}; give size alone, and the text as"
+        " --config.data.source=..."
+      )
+    asked = options["size"]
+    return paper_sweep(PAPER_SIZES if asked == "all" else (asked,))
   text, seeds = options.get("text", "sotu"), options.get("seeds", 3)
   if seeds < 1:
     raise ConfigError(f"the sweep's argument has seeds={seeds}; write 1 or more.")
@@ -151,3 +187,38 @@ def get_sweep(argument: str = "") -> Sweep:
       repeats(1081),
     ],
   )
+
+
+def paper_config(point: Point) -> ConfigDict:
+  """Makes the config of a point of the paper's sweep; rates and batch may be left out.
+
+  Without them, the config has the values of the paper's laws.
+  """
+  c = PAPER.get_config(
+    f"{point['size']},algorithm={point['algorithm']},M={point['replicas']}"
+  )
+  c.inner.learning_rate = point.get("lr", c.inner.learning_rate)
+  c.outer.learning_rate = point.get("outer_lr", c.outer.learning_rate)
+  c.train.batch_size = point.get("batch", c.train.batch_size)
+  c.eval.test_tokens = c.eval.tokens  # So that no rate is chosen by the reported loss.
+  return c
+
+
+def paper_sweep(sizes: Sequence[str]) -> Sweep:
+  """Makes the sweep of the paper's section 3.1 for some of its sizes."""
+  grids = []
+  for size in sizes:
+    for m in (0, 1, 2, 4, 8):
+      kind = {"algorithm": "diloco" if m else "data_parallel", "replicas": max(m, 1)}
+      cell = {"size": size, **kind}
+      c = paper_config(cell)
+      near = exponent(ROOT2, c.inner.learning_rate)
+      axes = [
+        Axis("lr", (power(ROOT2, near),), ratio=ROOT2),
+        # A batch has at least one sequence per replica.
+        Axis("batch", (c.train.batch_size,), ratio=2, low=kind["replicas"]),
+      ]
+      if m:
+        axes.append(Axis("outer_lr", OUTER_RATES, first=(c.outer.learning_rate,)))
+      grids.append(Grid(f"{size} M={m or 1} {kind['algorithm']}", [cell], axes))
+  return Sweep(paper_config, grids, chart=PAPER_CHART)

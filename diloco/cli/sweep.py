@@ -2,6 +2,7 @@ r"""Runs a sweep, shows its progress, exports its results or imports other resul
 
 python -m diloco sweep --sweep=configs/ladder.py --results=/tmp/ladder --parallel=2
 python -m diloco sweep --sweep=configs/ladder.py --show
+python -m diloco sweep --sweep=ladder:size=35M --dry_run
 python -m diloco sweep --results=/tmp/ladder --export=ladder.csv
 python -m diloco sweep --results=/tmp/ladder2 --import=ladder.csv
 python -m diloco sweep --sweep=... --results=/shared/sweep --backend=slurm \
@@ -18,9 +19,12 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from diloco.config import resolve
 from diloco.config.comparable import basis, incomparable
 from diloco.errors import ConfigError
+from diloco.mesh import hardware
 from diloco.reproduce import comparison
+from diloco.spec.shapes import flops_per_token
 from diloco.sweep import csv_file, progress, table
 from diloco.sweep.chart import Chart
 from diloco.sweep.grid import Sweep
@@ -31,6 +35,9 @@ from diloco.sweep.slurm import Slurm
 from diloco.together import groups
 from diloco.util import command
 from diloco.util.command import in_range
+
+# The chip of --dry_run and the share of its peak, as in configs/chinchilla.py.
+CHIP, MFU = "TPU v5e", 0.4
 
 
 def make_backend(
@@ -51,7 +58,7 @@ def run(args: argparse.Namespace, fields: Sequence[str]) -> int:
   Args:
     fields: flags --config.FIELD=VALUE.
   """
-  if args.results is None and not args.show:
+  if args.results is None and not (args.show or args.dry_run):
     raise ConfigError("--results is missing; give the folder that holds all runs.")
   if args.export:
     sweep = load_sweep(args.sweep, fields) if args.sweep else None
@@ -60,6 +67,8 @@ def run(args: argparse.Namespace, fields: Sequence[str]) -> int:
     import_runs(args.results, args.imported)
   elif args.show:
     show(Driver(load_sweep(args.sweep, fields), args.results, Local(0, {})))
+  elif args.dry_run:
+    count(Driver(load_sweep(args.sweep, fields), args.results, Local(0, {})))
   else:
     return drive_sweep(args, load_sweep(args.sweep, fields))
   return 0
@@ -148,6 +157,34 @@ def show(driver: Driver) -> None:
     show_chart(driver.sweep.chart, driver)
 
 
+def count(driver: Driver) -> None:
+  """Prints the least number of runs to come, their FLOPs and chip-hours, by size.
+
+  FLOPs are 6 N for each token, as the papers count.
+
+  Raises:
+    ConfigError: a point has no valid config.
+  """
+  total: dict[str, tuple[int, float]] = {}
+  for plan in driver.least():
+    if plan.error:
+      raise ConfigError(plan.error)
+    c = resolve(driver.sweep.config(dict(plan.point)))
+    flops = flops_per_token(c.model, attention=False) * c.train.tokens
+    for name in (str(plan.point.get("size", "all")), "total"):
+      before = total.get(name, (0, 0.0))
+      total[name] = before[0] + 1, before[1] + flops
+  print("size      runs     FLOPs  chip-hours")
+  total["total"] = total.pop("total", (0, 0.0))  # The last line.
+  for name, (runs, flops) in total.items():
+    hours = flops / (MFU * hardware.CHIPS[CHIP][0] * 3600)
+    print(f"{name:<8} {runs:>5} {flops:>9.2g} {hours:>11,.3g}")
+  print(
+    f"At least: each search begins at its best point. Hours of a {CHIP} at {MFU:.0%} of"
+    " its peak, without evaluation and compilation."
+  )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   parser = command.Parser(prog="python -m diloco sweep", description=__doc__)
   add, path = parser.add_argument, command.as_path
@@ -173,6 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   only.add_argument("--import", dest="imported", type=path, help=text)
   text = "show the sweep's progress and end"
   only.add_argument("--show", action="store_true", help=text)
+  text = "count the runs to come, their FLOPs and chip-hours, and end"
+  only.add_argument("--dry_run", action="store_true", help=text)
   text = "run failed runs once more"
   only.add_argument("--retry_failed", action="store_true", help=text)
   args, fields = parser.parse_known_args(argv)

@@ -147,6 +147,27 @@ class Driver:
       todo.setdefault(plan.name, plan)
     return todo
 
+  def least(self) -> list[Plan]:
+    """Returns the runs still to come if no search finds a better point than it has.
+
+    A search that has not begun is taken to start at its best point. So a sweep has at
+    least these runs.
+    """
+    assumed: dict[str, float] = {}
+
+    def loss(point: Point) -> float:
+      known = self._loss(point)
+      # Each assumed loss is worse than all known ones and than those before it.
+      return (
+        known
+        if known is not None
+        else assumed.setdefault(key(point), 1e9 + len(assumed))
+      )
+
+    cells = search_all(self.sweep.grids, loss)
+    plans = [self._plan(point) for cell in cells for point in cell.points]
+    return [*{p.name: p for p in plans if key(p.point) in assumed}.values()]
+
   def best_rows(self) -> list[tuple[Search, Row | None]]:
     """Returns all cells, each with the row of its best run."""
     row = lambda best: self.rows.get(self._plan(best).name) if best else None

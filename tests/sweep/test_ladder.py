@@ -1,12 +1,15 @@
 """Checks configs/ladder.py: the sizes, the budgets and the cells."""
 
 import importlib.util
+import math
 import pathlib
 
 import pytest
 
+from diloco.cli import sweep as cli
 from diloco.config import resolve
 from diloco.spec.shapes import num_params
+from diloco.sweep.search import search_all
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -63,3 +66,36 @@ def test_every_size_has_all_algorithms_and_three_seeds_beside_the_tuning_one(lad
         (c["algorithm"], c["replicas"]) for c in here if c.get("seed", 0) == seed
       }
       assert found == wanted
+
+
+def test_the_papers_sweep_starts_at_its_laws_and_walks_to_an_interior_best(ladder):
+  sweep = ladder.get_sweep("size=35M")
+  first = [search.points for search in search_all(sweep.grids, lambda point: None)]
+  kinds = [(p["algorithm"], p["replicas"]) for (p,) in first]
+  assert kinds == [("data_parallel", 1), *(("diloco", m) for m in (1, 2, 4, 8))]
+  laws = [(p["batch"], p.get("outer_lr")) for (p,) in first]
+  # Table 10's law gives 25, 31, 40 and 50 sequences; powers of 2 are swept.
+  assert laws == [(32, None), (32, 0.4), (32, 0.4), (32, 0.6), (64, 0.8)]
+  for (point,) in first:
+    assert resolve(sweep.config(dict(point))).train.batch_size == point["batch"]
+
+  def loss(point):  # The best point is some steps from the laws on each axis.
+    batch, rate = point["batch"] / 256, point["lr"] / 0.03
+    near = abs(math.log2(batch)) + abs(math.log2(rate))
+    return near + abs(point.get("outer_lr", 1.0) - 1.0)
+
+  for search in search_all(sweep.grids, loss):
+    assert search.state == "interior"
+    assert search.best["batch"] == 256
+    assert search.best.get("outer_lr", 1.0) == 1.0
+
+
+def test_the_dry_run_counts_the_least_runs_and_starts_none(capsys):
+  # Data-parallel has two axes, M = 1, 2, 4, 8 have three: 5 + 4 * 7 runs.
+  assert cli.main(["--sweep=ladder:size=35M", "--dry_run"]) == 0
+  _, one, total, note = capsys.readouterr().out.splitlines()
+  assert one.split()[:2] == ["35M", "33"]
+  assert total.split()[1] == "33"
+  # 33 runs of 1.5e17 FLOPs (configs/chinchilla.py).
+  assert float(total.split()[2]) == pytest.approx(33 * 1.5e17, rel=0.05)
+  assert note.startswith("At least")
