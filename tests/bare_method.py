@@ -4,7 +4,7 @@ import types
 
 from jax.sharding import Mesh
 
-from diloco.algorithm.placement import Jobs
+from diloco.algorithm.placement import OnDevices
 from diloco.algorithm.state import TrainState
 from diloco.spec.schedule import Schedule
 
@@ -13,9 +13,10 @@ class BareMethod:
   """Stands for the method of a run whose state is like `state`."""
 
   def __init__(self, state: TrainState, mesh: Mesh):
-    placement = types.SimpleNamespace(jobs=Jobs(False))
     schedule = Schedule(0, 1, (0,))
-    self.plan = types.SimpleNamespace(placement=placement, schedule=schedule, mesh=mesh)
+    self.plan = types.SimpleNamespace(
+      place=OnDevices(mesh), schedule=schedule, mesh=mesh
+    )
     self.state = state
 
   def after_drain(self, t):

@@ -102,7 +102,7 @@ def bits(transport: str) -> dict:
       s, metrics = overlap.inner_steps(c, plan, steps, s, tokens)
       hidden += overlaps
       for p in plan.schedule.sends(steps[0] - 1) if overlaps else []:
-        payload = s.outer.in_flight[p]
+        payload = s.outer.in_flight[p].payload
         there = payload.sharding.is_equivalent_to(exchange.transmitted(mesh), 3)
         late += not there  # This exchange would hide behind no inner step.
       params, outer, _ = outer_step(plan, steps[-1], s.params, s.outer)

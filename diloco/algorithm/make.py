@@ -5,7 +5,7 @@ from jax.sharding import Mesh
 
 from diloco.algorithm import fused, outer
 from diloco.algorithm.optimizers import Outer, outer_shardings, outer_tuned
-from diloco.algorithm.placement import Placement, make_placement
+from diloco.algorithm.placement import OnDevices, OnHosts, make_place
 from diloco.algorithm.plan import Form, Plan
 from diloco.config import Config
 from diloco.mesh.sharding import abstract
@@ -47,7 +47,7 @@ def make_plan(
   kind = c.overlap.transport if fragments else "device"
   transport = make_transport(kind, mesh, c.wire.exchange == "gather")
   offload = c.outer.offload and bool(fragments)
-  placement = make_placement(mesh, transport.hosts, offload)
+  place = make_place(mesh, transport.hosts, offload)
   parts = tuple(f.shapes(parameters) for f in fragments)
   for part in parts:  # Finds mistakes in the optimizer; computes nothing.
     outer_shardings(outer_optimizer, abstract(part, "float32"), mesh)
@@ -66,16 +66,16 @@ def make_plan(
     alpha=c.overlap.alpha,
     seed=c.seed,
     mesh=mesh,
-    placement=placement,
+    place=place,
     transport=transport,
-    form=choose_form(c.wire, outer_optimizer, placement),
+    form=choose_form(c.wire, outer_optimizer, place),
     step=step,
   )
 
 
-def choose_form(wire: WireConfig, optimizer: Outer, placement: Placement) -> Form:
+def choose_form(wire: WireConfig, optimizer: Outer, place: OnDevices) -> Form:
   """Chooses the plain or the fused form of lines 7 and 8, and of lines 10 and 11."""
-  sends = fused if fused.can_send(wire, placement.devices) else outer
-  updates = fused if fused.can_update(wire, optimizer, placement.mesh) else outer
-  update = updates.update if placement.at_hosts else updates.update_in_place
+  sends = fused if fused.can_send(wire, place.devices) else outer
+  updates = fused if fused.can_update(wire, optimizer, place.mesh) else outer
+  update = updates.update if isinstance(place, OnHosts) else updates.update_in_place
   return Form(sends.send, update, outer.merge)

@@ -153,7 +153,7 @@ class DiLoCo:
       reason: finished, stopped (and saved), or ended (by an error).
     """
     del reason
-    self.plan.placement.jobs.close()
+    self.plan.place.close()
 
 
 class DataParallel(DiLoCo):

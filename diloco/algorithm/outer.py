@@ -48,23 +48,14 @@ def outer_step(
   """
   events = list[Event]()
   for p in plan.schedule.sends(t, last_send):  # Line 6.
-    theta, opt_state = plan.placement.bring((state.theta[p], state.opt_state[p]))
-    codec_state = state.codec_state[p]
-    # Lines 7 and 8.
-    payload, codec_state, sent = plan.send(t, p, params_M, theta, codec_state)
-    plan.begin(p, payload, theta, opt_state)
-    state = state.after_send(p, theta, opt_state, codec_state, payload)
+    state, sent = plan.place.send(plan, t, p, params_M, state)  # Lines 7 and 8.
     events.append(Event("send", p, t, plan.sync_bytes(p), sent))
   for p, mask in plan.schedule.arrivals(t, last_send):  # Line 9.
     theta = state.theta[p]
     if plan.schedule.is_outer_step(p, t):  # Once, at the earliest arrival.
-      theta, opt_state = plan.placement.bring((theta, state.opt_state[p]))
-      payload = state.in_flight[p]
-      # Lines 10 and 11.
-      theta, opt_state, received = plan.update(t, p, payload, theta, opt_state)
-      state = state.after_update(p, *plan.placement.keep((theta, opt_state)))
+      state, theta, received = plan.place.receive(plan, p, state)  # Lines 10 and 11.
       events.append(Event("receive", p, t, 0, received))
-    params_M = plan.merge(p, params_M, theta, mask)  # Line 12.
+    params_M = plan.place.merge(plan, p, params_M, theta, mask)  # Line 12.
   return params_M, state, events
 
 
@@ -122,7 +113,7 @@ def _update(
     tuned: learning rate and momentum.
     weights_M: weights of the mean, float32 [M]; None: the plain mean. An absent
       replica has the weight 0.
-    mesh: `Placement.mesh`, on which the outer state lies.
+    mesh: `Plan.place.mesh`, on which the outer state lies.
 
   Returns:
     New theta, new opt_state, metrics float32 [].

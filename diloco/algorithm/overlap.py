@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from diloco.algorithm.inner import InnerMetrics, inner_step
 from diloco.algorithm.optimizers import Tuned, tuned
 from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import TrainState
+from diloco.algorithm.state import InFlight, TrainState
 from diloco.config import Config
 from diloco.util.types import PyTree
 from diloco.wire import transport
@@ -73,11 +73,12 @@ def inner_steps(
     *arrays,
     [*tokens, *tokens[:1] * spare],
     numbers,
-    [state.outer.in_flight[p] for p in sent],
+    [state.outer.in_flight[p].payload for p in sent],
     c=c,
     mesh=plan.mesh,
   )
-  in_flight = {**state.outer.in_flight, **dict(zip(sent, arrived))}
+  received = {p: InFlight(x, arrived=True) for p, x in zip(sent, arrived)}
+  in_flight = {**state.outer.in_flight, **received}
   outer = dataclasses.replace(state.outer, in_flight=in_flight)
   return TrainState(params_M, opt_state_M, outer), by_step[: len(tokens)]
 

@@ -1,40 +1,156 @@
-"""Where the outer state lives, and where and when it is updated.
+"""Where the outer state lives, and where lines 7 to 12 of Algorithm 2 run: a place.
 
-default                  The outer state lives on the devices, and is updated there.
-outer.offload            The outer state lives in pinned memory of the devices' hosts. A
-                         fragment is copied to the devices when it is sent, and copied
-                         back when it is updated.
-overlap.transport=host   The outer state lives on the hosts: every process holds all of
-                         it on its CPU, and updates it there from everyone's payloads.
+OnDevices   The outer state lives on the devices, and is updated there.
+Offloaded   The outer state lives in pinned memory of the devices' hosts. A fragment is
+            copied to the devices when it is sent, and copied back when it is updated.
+OnHosts     The outer state lives on the hosts: every process holds all of it on its
+            CPU, and a thread updates it there from everyone's payloads.
+
+What is computed is the same; see `Plan` for the lines themselves.
 """
 
-import contextlib
 import dataclasses
+import functools
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diloco.algorithm.sync_metrics import Metrics
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.modes import plain_modes
 from diloco.util.types import PyTree
 
+if TYPE_CHECKING:
+  from diloco.algorithm.plan import Plan
+  from diloco.algorithm.state import InFlight, OuterState
+
 Result = TypeVar("Result")
+# Takes theta, opt_state and one more tree; returns new theta, new opt_state, metrics.
+Update: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, Metrics]]
+Updated: TypeAlias = tuple["OuterState", PyTree, Metrics]
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevices:
+  """The outer state lives on the devices, and is updated there.
+
+  Attributes:
+    devices: the replica x fsdp mesh.
+  """
+
+  devices: Mesh
+
+  @property
+  def mesh(self) -> Mesh:
+    """The mesh on which `update` runs."""
+    return self.devices
+
+  def send(
+    self, plan: "Plan", t: int, p: int, params_M: PyTree, state: "OuterState"
+  ) -> tuple["OuterState", Metrics]:
+    """Lines 7 and 8: sends fragment p after step t; returns it in flight."""
+    theta, opt_state, codec_state = state.fragment(p)
+    payload, codec_state, sent = plan.send(t, p, params_M, theta, codec_state)
+    return state.after_send(p, theta, opt_state, codec_state, payload), sent
+
+  def receive(self, plan: "Plan", p: int, state: "OuterState") -> Updated:
+    """Lines 10 and 11 for fragment p in flight; theta and opt_state are donated.
+
+    Returns:
+      The new state, the fragment's new theta on `mesh`, metrics float32 [].
+    """
+    return self.update(plan.receive, p, state, state.in_flight[p])
+
+  def merge(
+    self, plan: "Plan", p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
+  ) -> PyTree:
+    """Line 12 for fragment p; theta is that of the state or of `receive`."""
+    return plan.merge(p, params_M, theta, mask)
+
+  def update(self, line: Update, p: int, state: "OuterState", given: PyTree) -> Updated:
+    """Updates fragment p by a function, such as lines 10 and 11, on `mesh`.
+
+    Args:
+      line: takes theta, opt_state and `given`.
+      given: a payload in flight, or arrays on the devices.
+    """
+    theta, opt_state, metrics = line(*state.fragment(p)[:2], given)
+    return state.after_update(p, theta, opt_state), theta, metrics
+
+  def shardings(self, places: PyTree) -> PyTree:
+    """Turns shardings on the devices into those of the outer state where it lives."""
+    return places
+
+  def keep(self, tree: PyTree) -> PyTree:
+    """Copies outer state to where it lives, from the devices or from `mesh`."""
+    return tree
+
+  def fetch(self, theta: PyTree) -> PyTree:
+    """Copies outer parameters to the devices, from where they live or from `mesh`."""
+    return theta
+
+  def settle(self) -> None:
+    """Waits until no thread of this process exchanges payloads."""
+
+  def close(self) -> None:
+    """Ends the thread, if there is one; waits for nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Offloaded(OnDevices):
+  """The outer state lives in pinned memory, and is updated on the devices.
+
+  Raises:
+    ConfigError: the hosts have no pinned memory.
+  """
+
+  def __post_init__(self) -> None:
+    device = self.devices.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+      raise ConfigError(
+        f"outer.offload needs memory of kind pinned_host, but {device.device_kind} has"
+        f" {', '.join(kinds) or 'none'}; unset it or set overlap.transport=host."
+      )
+
+  def send(
+    self, plan: "Plan", t: int, p: int, params_M: PyTree, state: "OuterState"
+  ) -> tuple["OuterState", Metrics]:
+    return super().send(plan, t, p, params_M, _moved(state, p, "device"))
+
+  def merge(
+    self, plan: "Plan", p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
+  ) -> PyTree:
+    return plan.merge(p, params_M, self.fetch(theta), mask)
+
+  def update(self, line: Update, p: int, state: "OuterState", given: PyTree) -> Updated:
+    state = _moved(state, p, "device")  # In memory already, unless the run resumed.
+    state, theta, metrics = super().update(line, p, state, given)
+    return _moved(state, p, "pinned_host"), theta, metrics
+
+  def shardings(self, places: PyTree) -> PyTree:
+    return jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), places)
+
+  def keep(self, tree: PyTree) -> PyTree:
+    return _in_memory(tree, "pinned_host")
+
+  def fetch(self, theta: PyTree) -> PyTree:
+    return _in_memory(theta, "device")
 
 
 class Jobs:
   """Runs one job per exchange in flight, such as `Plan.receive`.
 
-  In the foreground, a job runs when its fragment arrives. If it ran earlier, it
-  would delay inner steps, because devices run programs in launch order. In the
-  background, a thread runs the jobs in the order of the sends while the devices train.
+  In the foreground, a job runs when its fragment arrives. In the background, a thread
+  runs the jobs in the order of the sends while the devices train.
 
   What is in flight is in the state alone. A result counts only if the job began with
   exactly the arrays that the state has when the fragment arrives.
@@ -44,7 +160,7 @@ class Jobs:
     self._thread = futures.ThreadPoolExecutor(1, "exchange") if background else None
     # {p: (arguments, result) of the job that began last}
     self._jobs: dict[int, tuple[PyTree, futures.Future[PyTree]]] = {}
-    self._waited_s = 0.0
+    self.waited_s = 0.0  # What `finish` last waited.
 
   def start(self, p: int, job: Callable[..., PyTree], *args: PyTree) -> None:
     """Lets `job(*args)` begin.
@@ -67,12 +183,8 @@ class Jobs:
       self.start(p, job, *args)
     began = time.perf_counter()
     result = self._jobs.pop(p)[1].result()
-    self._waited_s = time.perf_counter() - began
+    self.waited_s = time.perf_counter() - began
     return result
-
-  def waited(self) -> dict[str, np.float32]:
-    """Returns {"waited_s": seconds that `finish` last waited}; {} without a thread."""
-    return {"waited_s": np.float32(self._waited_s)} if self._thread else {}
 
   def settle(self) -> None:
     """Waits for all jobs."""
@@ -86,65 +198,77 @@ class Jobs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
-  """Where the outer state lives, and where the outer step runs.
+class OnHosts(OnDevices):
+  """The outer state lives on the hosts, and a thread updates it there.
 
   Attributes:
-    devices: the replica x fsdp mesh.
-    mesh: runs the outer step: `devices`, or one CPU of every process.
-    at_hosts: whether the hosts hold and update the outer state.
-    offload: whether the outer state lives in pinned memory.
-    jobs: lets hosts carry and update fragments while the devices train.
+    hosts: a mesh of one CPU of every process.
   """
 
-  devices: Mesh
-  mesh: Mesh
-  at_hosts: bool = False
-  offload: bool = False
-  jobs: Jobs = dataclasses.field(default_factory=lambda: Jobs(background=False))
+  hosts: Mesh
+  _jobs: Jobs = dataclasses.field(default_factory=lambda: Jobs(background=True))
+
+  @property
+  def mesh(self) -> Mesh:
+    return self.hosts
+
+  def send(
+    self, plan: "Plan", t: int, p: int, params_M: PyTree, state: "OuterState"
+  ) -> tuple["OuterState", Metrics]:
+    theta, opt_state, codec_state = state.fragment(p)
+    there = self.fetch(theta)
+    payload, codec_state, sent = plan.send(t, p, params_M, there, codec_state)
+    state = state.after_send(p, theta, opt_state, codec_state, payload)
+    job = functools.partial(self._receive, plan)
+    self._jobs.start(p, job, theta, opt_state, state.in_flight[p])
+    return state, sent
+
+  def receive(self, plan: "Plan", p: int, state: "OuterState") -> Updated:
+    theta, opt_state, _ = state.fragment(p)
+    job = functools.partial(self._receive, plan)
+    theta, opt_state, metrics = self._jobs.finish(
+      p, job, theta, opt_state, state.in_flight[p]
+    )
+    metrics |= {"waited_s": np.float32(self._jobs.waited_s)}
+    return state.after_update(p, theta, opt_state), theta, metrics
+
+  def merge(
+    self, plan: "Plan", p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
+  ) -> PyTree:
+    return plan.merge(p, params_M, self.fetch(theta), mask)
+
+  def update(self, line: Update, p: int, state: "OuterState", given: PyTree) -> Updated:
+    with jax.set_mesh(self.hosts):
+      return super().update(line, p, state, self.keep(given))
 
   def shardings(self, places: PyTree) -> PyTree:
-    """Turns shardings on the devices into those of the outer state where it lives."""
-    if self.at_hosts:
-      return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), places)
-    if not self.offload:
-      return places
-    return jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), places)
+    return jax.tree.map(lambda _: NamedSharding(self.hosts, P()), places)
 
   def keep(self, tree: PyTree) -> PyTree:
-    """Copies outer state to where it lives, from the devices or from `mesh`."""
-    if self.at_hosts:
-      return jax.tree.map(self._to_host, tree)
-    return _in_memory(tree, "pinned_host") if self.offload else tree
-
-  def bring(self, tree: PyTree) -> PyTree:
-    """Copies outer state from where it lives to `mesh`, which runs the outer step."""
-    return _in_memory(tree, "device") if self.offload else tree
+    here = NamedSharding(self.hosts, P())
+    put = lambda x: sharding.place(sharding.local_parts(x), here)
+    return jax.tree.map(lambda x: x if x.sharding == here else put(x), tree)
 
   def fetch(self, theta: PyTree) -> PyTree:
-    """Copies outer parameters to the devices, from where they live or from `mesh`."""
-    if not self.at_hosts:
-      return self.bring(theta)
     there = sharding.shardings(theta, self.devices)
     copy = lambda x, at: sharding.place(np.asarray(x.addressable_data(0)), at)
     return jax.tree.map(copy, theta, there)
 
-  def on_mesh(self) -> contextlib.AbstractContextManager[object]:
-    """Sets the mesh of an outer step on hosts.
+  def settle(self) -> None:
+    self._jobs.settle()
 
-    On devices, the mesh is set already; `jax.vmap` forbids to set it again.
-    """
-    return jax.set_mesh(self.mesh) if self.at_hosts else contextlib.nullcontext()
+  def close(self) -> None:
+    self._jobs.close()
 
-  def _to_host(self, x: jax.Array) -> jax.Array:
-    here = NamedSharding(self.mesh, P())
-    if x.sharding == here:
-      return x
-    return sharding.place(sharding.local_parts(x), here)
+  def _receive(
+    self, plan: "Plan", theta: PyTree, opt_state: PyTree, flying: "InFlight"
+  ) -> tuple[PyTree, PyTree, Metrics]:
+    with jax.set_mesh(self.hosts):
+      return plan.receive(theta, opt_state, flying)
 
 
-def make_placement(mesh: Mesh, hosts: Mesh | None, offload: bool) -> Placement:
-  """Makes a placement.
+def make_place(mesh: Mesh, hosts: Mesh | None, offload: bool) -> OnDevices:
+  """Makes the place of the outer state.
 
   Args:
     mesh: the replica x fsdp mesh.
@@ -155,22 +279,20 @@ def make_placement(mesh: Mesh, hosts: Mesh | None, offload: bool) -> Placement:
     ConfigError: the hosts have no pinned memory.
   """
   if hosts is not None:
-    return Placement(mesh, hosts, at_hosts=True, jobs=Jobs(background=True))
-  if offload:
-    device = mesh.devices.flat[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if "pinned_host" not in kinds:
-      raise ConfigError(
-        f"outer.offload needs memory of kind pinned_host, but {device.device_kind} has"
-        f" {', '.join(kinds) or 'none'}; unset it or set overlap.transport=host."
-      )
-  return Placement(mesh, mesh, offload=offload)
+    return OnHosts(mesh, hosts)
+  return Offloaded(mesh) if offload else OnDevices(mesh)
 
 
 def _are_same(a: PyTree, b: PyTree) -> bool:
   """Returns whether two trees hold the same arrays, not only equal ones."""
   x, y = jax.tree.leaves(a), jax.tree.leaves(b)
   return len(x) == len(y) and all(map(operator.is_, x, y))
+
+
+def _moved(state: "OuterState", p: int, kind: str) -> "OuterState":
+  """Returns the state with fragment p in another memory of the devices."""
+  theta, opt_state, _ = state.fragment(p)
+  return state.with_fragment(p, *_in_memory((theta, opt_state), kind))
 
 
 def _in_memory(tree: PyTree, kind: str) -> PyTree:

@@ -6,7 +6,7 @@ The plan of data-parallel has no fragments, so nothing is ever sent or merged.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Wrapped
 
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.placement import Placement
+from diloco.algorithm.placement import OnDevices
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import sizes
@@ -29,6 +29,9 @@ from diloco.spec.shapes import Shapes
 from diloco.util.types import PyTree
 from diloco.wire import exchange
 from diloco.wire.transport import Transport
+
+if TYPE_CHECKING:
+  from diloco.algorithm.state import InFlight
 
 
 class Form(NamedTuple):
@@ -61,7 +64,7 @@ class Plan:
     alpha: weight of a replica's own parameters in a merge.
     seed: seed of the compressors' random numbers.
     mesh: the device mesh.
-    placement: where the outer state lives, and where and when it is updated.
+    place: where the outer state lives, and where and when it is updated.
     transport: carries the payloads between replicas.
     form: how the lines are computed.
     step: lines 6 to 12; `outer.outer_step`, or that of a plug-in.
@@ -78,7 +81,7 @@ class Plan:
   alpha: float
   seed: int | jax.Array
   mesh: Mesh
-  placement: Placement
+  place: OnDevices
   transport: Transport
   form: Form
   step: OuterStep
@@ -153,51 +156,30 @@ class Plan:
     codec_state: PyTree,
     first: int = 0,
   ) -> tuple[jax.Array, PyTree, Metrics]:
-    """Lines 7 and 8 for fragment p after step t; see `outer.send`.
-
-    Args:
-      theta: at its placement, or already on `placement.mesh`.
-    """
-    theta, key = self.placement.fetch(theta), self.key(t, p)
-    args = (theta, codec_state, self.layers[p], key, first)
+    """Lines 7 and 8 for fragment p after step t; see `outer.send`."""
+    args = (theta, codec_state, self.layers[p], self.key(t, p), first)
     with TraceAnnotation("send"):
       return self.form.send(params_M, *args, wire=self.wire, mesh=self.mesh)
 
-  def begin(self, p: int, payload: jax.Array, theta: PyTree, opt_state: PyTree) -> None:
-    """Lets hosts carry and update fragment p, while the devices train."""
-    self.placement.jobs.start(p, self.receive, payload, theta, opt_state)
-
-  def update(
-    self, t: int, p: int, payload: jax.Array, theta: PyTree, opt_state: PyTree
+  def receive(
+    self, theta: PyTree, opt_state: PyTree, flying: "InFlight"
   ) -> tuple[PyTree, PyTree, Metrics]:
-    """Lines 10 and 11 for fragment p, which arrives after step t.
+    """Lines 10 and 11: carries the payloads, then updates a fragment on `place.mesh`.
 
     Donates theta and opt_state, except on hosts.
     """
-    del t
-    found = self.placement.jobs.finish(p, self.receive, payload, theta, opt_state)
-    return *found[:2], found[2] | self.placement.jobs.waited()
-
-  def receive(
-    self, payload: jax.Array, theta: PyTree, opt_state: PyTree
-  ) -> tuple[PyTree, PyTree, Metrics]:
-    """Lines 10 and 11 as one job: carries the payloads, then updates the fragment."""
-    with TraceAnnotation("exchange"):
-      payload = self.transport.carry(payload)
-    return self.update_with(payload, theta, opt_state)
-
-  def update_with(
-    self, payload: jax.Array, theta: PyTree, opt_state: PyTree
-  ) -> tuple[PyTree, PyTree, Metrics]:
-    """Lines 10 and 11 with everyone's payloads, where the outer state lives."""
-    kind = {"wire": self.wire, "outer": self.outer, "mesh": self.placement.mesh}
-    with TraceAnnotation("receive"), self.placement.on_mesh():
+    payload = flying.payload
+    if not flying.arrived:
+      with TraceAnnotation("exchange"):
+        payload = self.transport.carry(payload)
+    kind = {"wire": self.wire, "outer": self.outer, "mesh": self.place.mesh}
+    with TraceAnnotation("receive"):
       return self.form.update(theta, opt_state, payload, self.tuned, **kind)
 
   def merge(
     self, p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
   ) -> PyTree:
-    """Line 12 for fragment p; theta is at its placement or on `placement.mesh`."""
-    theta, mask_M = self.placement.fetch(theta), np.asarray(mask)
+    """Line 12 for fragment p; theta is on the devices."""
+    mask_M = np.asarray(mask)
     with TraceAnnotation("merge"):
       return self.form.merge(params_M, theta, self.layers[p], mask_M, alpha=self.alpha)

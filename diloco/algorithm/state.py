@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import flax.struct
 import jax
@@ -31,6 +31,21 @@ Parts = tuple[PyTree, PyTree, PyTree]
 
 
 @flax.struct.dataclass
+class InFlight:
+  """A fragment that is sent and not yet updated.
+
+  Attributes:
+    payload: uint8 [M, fsdp, bytes], see `wire.exchange`.
+    arrived: whether every replica holds everyone's payload already, because an exchange
+      overlapped with inner steps. A checkpoint keeps only the payload, which a run that
+      goes on sends again.
+  """
+
+  payload: jax.Array
+  arrived: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+@flax.struct.dataclass
 class OuterState:
   """The arrays that the outer step changes; `algorithm.placement` says where they are.
 
@@ -40,8 +55,7 @@ class OuterState:
     opt_state: outer optimizer state of each fragment.
     codec_state: compressor state of each fragment, leaves (M, ...) shaped and sharded
       like the replicas' parameters; empty if the compressor has no state.
-    in_flight: {p: payload} of each fragment that is sent and not yet updated,
-      uint8 [M, fsdp, bytes].
+    in_flight: {p: payload} of each fragment that is sent and not yet updated.
     steps: in the library, int32 [2] on the host: finished inner steps, and the step of
       the last drain (0: none). None in the trainer, whose record has both.
   """
@@ -49,8 +63,20 @@ class OuterState:
   theta: tuple[PyTree, ...]
   opt_state: tuple[PyTree, ...]
   codec_state: tuple[PyTree, ...]
-  in_flight: dict[int, PyTree]
+  in_flight: dict[int, InFlight]
   steps: PyTree = None
+
+  def fragment(self, p: int) -> Parts:
+    """Returns theta, opt_state and codec_state of fragment p."""
+    return self.theta[p], self.opt_state[p], self.codec_state[p]
+
+  def with_fragment(self, p: int, theta: PyTree, opt_state: PyTree) -> "OuterState":
+    """Returns the state with another theta and opt_state of fragment p."""
+    return dataclasses.replace(
+      self,
+      theta=replaced(self.theta, p, theta),
+      opt_state=replaced(self.opt_state, p, opt_state),
+    )
 
   def after_send(
     self,
@@ -62,18 +88,16 @@ class OuterState:
   ) -> "OuterState":
     """Returns the state with fragment p in flight."""
     return dataclasses.replace(
-      self.after_update(p, theta, opt_state),
+      self.with_fragment(p, theta, opt_state),
       codec_state=replaced(self.codec_state, p, codec_state),
-      in_flight={**self.in_flight, p: payload},
+      in_flight={**self.in_flight, p: InFlight(payload)},
     )
 
   def after_update(self, p: int, theta: PyTree, opt_state: PyTree) -> "OuterState":
     """Returns the state with fragment p updated and no longer in flight."""
+    flying = {k: sent for k, sent in self.in_flight.items() if k != p}
     return dataclasses.replace(
-      self,
-      theta=replaced(self.theta, p, theta),
-      opt_state=replaced(self.opt_state, p, opt_state),
-      in_flight={k: payload for k, payload in self.in_flight.items() if k != p},
+      self.with_fragment(p, theta, opt_state), in_flight=flying
     )
 
 
@@ -137,7 +161,7 @@ def init_outer(plan: Plan, params_M: PyTree) -> OuterState:
   parts = []
   for p, layers in enumerate(plan.layers):
     theta, opt_state, codec_state = _init_fragment(params_M, layers, **plan.kind(p))
-    parts.append((*plan.placement.keep((theta, opt_state)), codec_state))
+    parts.append((*plan.place.keep((theta, opt_state)), codec_state))
   return _outer_state(parts, {})
 
 
@@ -173,9 +197,10 @@ def abstract_outer(
     init = functools.partial(_init_fragment, **plan.kind(p))
     state = jax.eval_shape(init, params_M, layers)
     theta_at, opt_at, codec_at = _outer_shardings(state, plan.outer, plan.mesh)
-    places = (*plan.placement.shardings((theta_at, opt_at)), codec_at)
+    places = (*plan.place.shardings((theta_at, opt_at)), codec_at)
     parts.append(sharding.structs(state, places))
-  payloads = {p: plan.payload(p, fsdp) for p in in_flight}
+  payload = lambda p: cast(jax.Array, plan.payload(p, fsdp))  # Its shape alone.
+  payloads = {p: InFlight(payload(p)) for p in in_flight}
   return _outer_state(parts, payloads)
 
 
@@ -191,8 +216,8 @@ def outer_params(plan: Plan, state: OuterState) -> PyTree:
     One replica's tree, float32, sharded over fsdp.
   """
   # Waits: jobs and the copies below must not start collectives at the same time.
-  plan.placement.jobs.settle()
-  thetas = map(plan.placement.fetch, state.theta)
+  plan.place.settle()
+  thetas = map(plan.place.fetch, state.theta)
   return slices.join(thetas, plan.layers, plan.parameters, plan.mesh)
 
 
@@ -277,7 +302,7 @@ def _outer_shardings(state: Parts, outer: Outer, mesh: Mesh) -> Parts:
   return theta_at, opt_at, codec_at
 
 
-def _outer_state(parts: list[Parts], in_flight: dict[int, PyTree]) -> OuterState:
+def _outer_state(parts: list[Parts], in_flight: dict[int, InFlight]) -> OuterState:
   """Joins theta, opt_state and codec_state of each fragment."""
   thetas, opt_states, codec_states = zip(*parts) if parts else ((), (), ())
   return OuterState(thetas, opt_states, codec_states, in_flight)

@@ -21,6 +21,7 @@ from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.overlap import overlapped_exchange
+from diloco.algorithm.placement import OnHosts
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState, abstract_state
 from diloco.aot import hlo
@@ -131,7 +132,7 @@ class Programs:
     self.fragment = p = plan.largest
     self.payload = plan.payload(p)
     payloads = [plan.transmitted(i) for i in range(len(plan.fragments))]
-    away = c.outer.offload or plan.placement.at_hosts
+    away = c.outer.offload or isinstance(plan.place, OnHosts)
     place = self.on_host if away else self.on_device
     place["outer parameters"] = nbytes(outer.theta)
     place["outer optimizer"] = nbytes(outer.opt_state)
@@ -146,7 +147,7 @@ class Programs:
       self.on_device["in flight"] = max(in_flight)
 
     theta, opt_state = outer.theta[p], outer.opt_state[p]
-    if plan.placement.at_hosts:  # Send and merge take theta from the devices.
+    if isinstance(plan.place, OnHosts):  # Send and merge take theta from the devices.
       theta = sharding.structs(theta, sharding.shardings(theta, self.mesh))
     params, layers = self.state.params, plan.layers[p]
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -161,7 +162,7 @@ class Programs:
     self._add("send", sent, plan.form.send, *mine, **wire)
     here = (params, theta, layers, everyone)
     self._add("merge", merged, plan.form.merge, *here, alpha=plan.alpha)
-    if plan.placement.at_hosts:
+    if isinstance(plan.place, OnHosts):
       return  # The hosts exchange payloads and update theta.
     part = (theta, opt_state)
     held = {"outer parameters": theta, "outer optimizer": opt_state}

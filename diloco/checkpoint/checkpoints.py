@@ -99,7 +99,7 @@ class Checkpoints:
         has timed out, this one takes its place.
     """
     # Waits for jobs, because saving may use the devices of all processes, too.
-    self._method.plan.placement.jobs.settle()
+    self._method.plan.place.settle()
     tree = tree_of(state)
     sums = checksums.compute(tree, self._peers)
     record = dataclasses.replace(record, checksums=sums)
@@ -300,7 +300,7 @@ def tree_of(state: TrainState) -> dict[str, Any]:
     "theta": list(state.outer.theta),
     "outer_opt_state": list(state.outer.opt_state),
     "codec_state": list(state.outer.codec_state),
-    "in_flight": state.outer.in_flight,
+    "in_flight": {p: x.payload for p, x in state.outer.in_flight.items()},
   }
   return {name: part for name, part in tree.items() if jax.tree.leaves(part)}
 

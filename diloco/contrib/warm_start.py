@@ -32,6 +32,7 @@ from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.slices import take
 from diloco.algorithm.state import Event, OuterState
+from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins
@@ -106,20 +107,23 @@ def follow(
   Returns:
     The new outer state, and an event for each fragment.
   """
-  placement, events = plan.placement, list[Event]()
+  events = list[Event]()
+
+  def line(
+    theta: PyTree, opt_state: PyTree, new: PyTree
+  ) -> tuple[PyTree, PyTree, Metrics]:
+    opt_state, norm = _accumulate(
+      *(theta, opt_state, new, plan.tuned),
+      momentum=momentum,
+      outer=plan.outer,
+      mesh=plan.place.mesh,
+    )
+    return new, opt_state, {"outer_grad_mean_norm": norm}
+
   for p in plan.schedule.follows(t):
     new = _own(params_M, plan.layers[p], keys=tuple(plan.shapes[p]), mesh=plan.mesh)
-    new = placement.keep(new) if placement.at_hosts else new
-    theta, opt_state = placement.bring((state.theta[p], state.opt_state[p]))
-    with placement.on_mesh():
-      opt_state, norm = _accumulate(
-        *(theta, opt_state, new, plan.tuned),
-        momentum=momentum,
-        outer=plan.outer,
-        mesh=placement.mesh,
-      )
-    state = state.after_update(p, *placement.keep((new, opt_state)))
-    events.append(Event("warm_start", p, t, 0, {"outer_grad_mean_norm": norm}))
+    state, _, metrics = plan.place.update(line, p, state, new)
+    events.append(Event("warm_start", p, t, 0, metrics))
   return state, events
 
 

@@ -149,7 +149,7 @@ class Streaming:
 
   def close(self) -> None:
     """Ends the thread of transport="host"."""
-    self.plan.placement.jobs.close()
+    self.plan.place.close()
 
   def _check(self, name: str, step: int, ahead: int, state: OuterState) -> int:
     """Returns an argument as an int; the state must be that after `step - ahead`."""

@@ -7,7 +7,7 @@ import pytest
 
 from diloco.algorithm import fused, optimizers, outer
 from diloco.algorithm.make import choose_form, make_plan
-from diloco.algorithm.placement import Placement
+from diloco.algorithm.placement import OnDevices
 from diloco.algorithm.state import abstract_state, init_outer
 from diloco.config import default_config, resolve
 from diloco.mesh.devices import make_mesh
@@ -29,7 +29,7 @@ def make_config(**fields):
 def form_of(c):
   """The form that a plan of the config would have."""
   mesh = make_mesh(c, jax.devices()[:1])
-  return choose_form(c.wire, c.outer, Placement(mesh, mesh))
+  return choose_form(c.wire, c.outer, OnDevices(mesh))
 
 
 # Three shapes instead of a model's dozen: each is traced by itself.

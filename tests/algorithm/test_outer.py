@@ -9,7 +9,7 @@ import numpy as np
 
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.outer import drain, merge, outer_step, send, update
-from diloco.algorithm.state import abstract_state, init_outer, outer_params
+from diloco.algorithm.state import InFlight, abstract_state, init_outer, outer_params
 from diloco.config import Config, default_config, resolve
 from diloco.mesh import sharding
 from diloco.mesh.devices import make_mesh
@@ -186,7 +186,7 @@ def test_stochastic_rounding_draws_anew_for_each_replica_and_step():
     state = init_outer(plan, start_M)
     moved_M = jax.tree.map(lambda x: 1.1 * x, start_M)
     _, state, _ = outer_step(plan, t, moved_M, state)
-    return np.asarray(state.in_flight[0])
+    return np.asarray(state.in_flight[0].payload)
 
   with jax.set_mesh(plan.mesh):
     first, again, later = sent(2), sent(2), sent(4)
@@ -276,7 +276,7 @@ def test_the_metrics_of_a_sync_equal_numpy():
       plan.wire, plan.mesh, payload, theta, (sharding.REPLICA,)
     )
     old = jax.tree.map(np.array, theta)  # `receive` donates theta.
-    stepped, _, received = plan.receive(payload, theta, state.opt_state[0])
+    stepped, _, received = plan.receive(theta, state.opt_state[0], InFlight(payload))
   delta_M, coded_M = rows(start_M) - rows(params_M), rows(decoded_M)
   close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4)
   assert (norm(delta_M) < 0.1).all()

@@ -61,6 +61,24 @@ def walk(plan, steps: int = STEPS, before_every_step=lambda t, params_M, state: 
   return jax.device_get(params_M), jax.device_get(theta), events + more
 
 
+def test_a_payload_that_has_arrived_is_not_carried_again(tiny, monkeypatch):
+  plan = make(tiny)
+
+  class Never:
+    def carry(self, payload):
+      raise AssertionError("carried twice")
+
+  once = dataclasses.replace(plan, transport=Never())
+  with jax.set_mesh(plan.mesh):
+    params_M, state = start(plan)
+    state, _ = plan.place.send(plan, 1, 0, params_M, state)
+    flying = state.in_flight[0]
+    theta, opt_state, _ = state.fragment(0)
+    with pytest.raises(AssertionError, match="carried twice"):
+      once.receive(theta, opt_state, flying)
+    once.receive(theta, opt_state, dataclasses.replace(flying, arrived=True))
+
+
 def assert_same(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
@@ -78,7 +96,7 @@ def test_hosts_compute_what_devices_compute_bit_for_bit(tiny, optimizer):
 def test_a_late_exchange_is_awaited_and_merged_at_its_step(tiny, monkeypatch):
   expected = walk(host(tiny))
   plan = host(tiny)
-  carry, finish = plan.transport.carry, plan.placement.jobs.finish
+  carry, finish = plan.transport.carry, plan.place._jobs.finish
   awaited, threads = threading.Semaphore(0), set()
 
   def late(payload):
@@ -91,7 +109,7 @@ def test_a_late_exchange_is_awaited_and_merged_at_its_step(tiny, monkeypatch):
     return finish(*args)
 
   monkeypatch.setattr(plan.transport, "carry", late)
-  monkeypatch.setattr(plan.placement.jobs, "finish", ask)
+  monkeypatch.setattr(plan.place._jobs, "finish", ask)
   ticks = itertools.count()
   clock = types.SimpleNamespace(perf_counter=lambda: float(next(ticks)))
   monkeypatch.setattr(placement, "time", clock)
@@ -173,8 +191,7 @@ def test_offloaded_outer_state_is_copied_once_each_way(
   assert copied.count("device") == 2 + (fetches - 2) * theta + theta
 
 
-def test_offloading_needs_pinned_memory(tiny, monkeypatch):
-  mesh = make_mesh(resolve(tiny), jax.devices()[:1])
+def test_offloading_needs_pinned_memory():
   device = type(
     "Device",
     (),
@@ -186,5 +203,4 @@ def test_offloading_needs_pinned_memory(tiny, monkeypatch):
   fake = type("FakeMesh", (), {"devices": np.asarray([[device()]], dtype=object)})
   message = "needs memory of kind pinned_host, but cpu has device"
   with pytest.raises(ConfigError, match=message):
-    placement.make_placement(fake, None, offload=True)
-  assert placement.make_placement(mesh, None, offload=False).mesh is mesh
+    placement.make_place(fake, None, offload=True)

@@ -130,7 +130,7 @@ def outer_step(
   sent = plan.schedule.sends(t, last_send)  # With tau = 0 there are no such steps.
   for p, _ in plan.schedule.arrivals(t, last_send):
     if p not in sent:
-      theta = plan.placement.fetch(state.theta[p])
+      theta = plan.place.fetch(state.theta[p])
       kept[p] = steps_since(params_M, theta, state.codec_state[p], plan.layers[p])
   params_M, state, events = step(plan, t, params_M, state, last_send)
   for p, steps_M in kept.items():

@@ -13,7 +13,7 @@ import numpy as np
 
 from diloco.algorithm import sync_metrics
 from diloco.algorithm.method import Method, make_method
-from diloco.algorithm.placement import Placement
+from diloco.algorithm.placement import OnDevices
 from diloco.config import changed
 from diloco.contrib.sites import outer_state
 from diloco.contrib.sites.calendar import Calendar, config_of
@@ -36,8 +36,8 @@ def measurer(calendar: Calendar) -> Measure:
   It runs on a CPU of this process alone, also if the site has several processes.
   """
   plan = method_on_cpu(calendar).plan
-  mesh = plan.placement.devices
-  plan = dataclasses.replace(plan, placement=Placement(mesh, mesh))
+  mesh = plan.place.devices
+  plan = dataclasses.replace(plan, place=OnDevices(mesh))
 
   @functools.partial(jax.jit, static_argnums=1)
   def products(payload: jax.Array, p: int) -> jax.Array:

@@ -41,7 +41,7 @@ def apply(
   if not closed.payloads:  # All were refused.
     none = jnp.float32(0)
     return theta, opt_state, sync_metrics.of_update(none, none, cosine=None)
-  mesh = plan.placement.mesh
+  mesh = plan.place.mesh
   payload = place(plan, calendar, closed.fragment, closed.payloads)
   weights = np.zeros((calendar.sites, len(payload) // calendar.sites), np.float32)
   most = max(closed.per_step.values(), default=1)
@@ -71,7 +71,7 @@ def place(
   codes = np.zeros((calendar.sites, n, *shape), np.uint8)
   for site, data in payloads.items():
     codes[site] = np.frombuffer(data, np.uint8).reshape(n, *shape)
-  whole = NamedSharding(plan.placement.mesh, P())
+  whole = NamedSharding(plan.place.mesh, P())
   return sharding.place(codes.reshape(-1, *shape), whole)
 
 

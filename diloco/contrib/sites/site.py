@@ -347,7 +347,7 @@ class Site(Wrapper):
       state = self._update(t, r, state)
     plan, p = self.method.plan, self._calendar.rounds[number][1]
     mask = mask or (True,) * plan.replicas
-    params_M = plan.merge(p, state.params, state.outer.theta[p], mask)
+    params_M = plan.place.merge(plan, p, state.params, state.outer.theta[p], mask)
     return dataclasses.replace(state, params=params_M)
 
   def _update(self, t: int, number: int, state: TrainState) -> TrainState:
@@ -376,7 +376,7 @@ class Site(Wrapper):
       "waited_s": np.float32(self._waited_s),
     }
     self._events.append(Event("receive", p, t, 0, metrics | more))
-    kept = self.method.plan.placement.keep((theta, opt_state))
+    kept = self.method.plan.place.keep((theta, opt_state))
     state = dataclasses.replace(state, outer=state.outer.after_update(p, *kept))
     if sent and refused:
       return self._restore(t, state, f"its payload of round {number} was refused")
@@ -441,7 +441,7 @@ class Site(Wrapper):
     outer = outer_state.from_bytes(welcome.snapshot, state.outer)
     whole, params_M = dataclasses.replace(self.method.plan, alpha=0.0), state.params
     for p, theta in enumerate(outer.theta):
-      params_M = whole.merge(p, params_M, theta, (True,) * whole.replicas)
+      params_M = whole.place.merge(whole, p, params_M, theta, (True,) * whole.replicas)
     self._applied = self._taken = welcome.round
     self._pending.clear()
     self._jobs.close()

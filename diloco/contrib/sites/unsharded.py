@@ -37,14 +37,15 @@ def send(
   """
   mesh = plan.mesh
   if mesh.shape[FSDP] == 1:
+    theta = plan.place.fetch(theta)
     return plan.send(t, p, params_M, theta, codec_state, first)
   alone = sharding.mesh_of(mesh.devices[:, :1])
   arrays = (params_M, codec_state, plan.layers[p])
   gathered = _gather(*arrays, keys=tuple(plan.shapes[p]), mesh=mesh)
   part_M, state = jax.tree.map(functools.partial(_first_copy, alone), gathered)
-  placement = dataclasses.replace(plan.placement, devices=alone)
+  theta = dataclasses.replace(plan.place, devices=alone).fetch(theta)
   layers = tuple(np.arange(len(x), dtype=x.dtype) for x in plan.layers)
-  one = dataclasses.replace(plan, mesh=alone, placement=placement, layers=layers)
+  one = dataclasses.replace(plan, mesh=alone, layers=layers)
   with jax.set_mesh(alone):
     payload, state, metrics = one.send(t, p, part_M, theta, state, first)
   scatter = lambda x, old: sharding.place(sharding.local_parts(x), old.sharding)
