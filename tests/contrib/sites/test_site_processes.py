@@ -85,6 +85,16 @@ class Run:
       assert time.monotonic() < deadline
       time.sleep(0.1)
 
+  def start_again(self, site: int) -> None:
+    """Starts a killed site; returns when it handles signals and trains."""
+    words = "takes part after"
+    before, deadline = self.log(site).count(words), time.monotonic() + LONG
+    self.start(site)
+    while self.log(site).count(words) == before:
+      assert not self.processes[site].poll(), self.log(site)[-4000:]
+      assert time.monotonic() < deadline
+      time.sleep(0.1)
+
   def holder(self) -> int:
     return unpack((self.group / "lease").read_bytes())[0]["site"]
 
@@ -175,7 +185,7 @@ def test_holders_are_killed_and_come_back_and_no_round_is_lost(make_run):
     killed.append(run.holder())
     run.kill(killed[-1])
     run.await_rounds(10)
-    run.start(killed[-1])
+    run.start_again(killed[-1])
   for process in run.processes.values():  # All stop and go on by the same commands.
     process.send_signal(signal.SIGTERM)
   run.finish()
