@@ -174,7 +174,7 @@ def test_a_site_that_never_comes_is_no_success(make_run):
 @pytest.mark.slow("kills processes for a minute")
 def test_holders_are_killed_and_come_back_and_no_round_is_lost(make_run):
   run = make_run(
-    *("--config.train.steps=900", "--config.sync_every=6", "--config.replicas=3"),
+    *("--config.train.steps=3000", "--config.sync_every=6", "--config.replicas=3"),
     *("--config.train.batch_size=6", "--config.checkpoint.every=60"),
     *("--config.log.every=20", "--config.sites.grace_s=2", "--config.sites.lost_s=3"),
   )
@@ -192,7 +192,7 @@ def test_holders_are_killed_and_come_back_and_no_round_is_lost(make_run):
   run.start(0, 1, 2)
   run.finish()
   lines = run.lines()
-  assert [line["round"] for line in lines] == list(range(900 // 6))
+  assert [line["round"] for line in lines] == list(range(3000 // 6))
   for site in {*killed}:
     assert any(str(site) not in line["tokens"] for line in lines)
   assert_same_bits(run.params(0, 1, 2))
