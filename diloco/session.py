@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import ml_collections
@@ -37,10 +38,20 @@ from diloco.spec.schedule import reaches
 from diloco.util import files, remote
 from diloco.util.types import PyTree
 
-# A function that is called after each launch. Its arguments: the launched steps, the
-# step after which training goes on, the state, the metrics of each step, the events of
-# the outer step.
-Hook = Callable[[range, int, TrainState, list[InnerMetrics], list[Event]], None]
+
+class Hook(NamedTuple):
+  """What the loop calls after launches of inner steps.
+
+  Attributes:
+    call: takes the launched steps, the step after which training goes on, the state
+      after it, the metrics of each step, and the events of the outer step. It must not
+      keep the arrays of the state: the next launch overwrites them.
+    every: inner steps between two calls; a launch ends at each multiple. 0: `call`
+      follows every launch, whatever its length.
+  """
+
+  call: Callable[[range, int, TrainState, list[InnerMetrics], list[Event]], None]
+  every: int = 0
 
 
 class Part(Replicas, Protocol):
@@ -93,6 +104,7 @@ class Session:
     t: the step after which training begins.
     state: the state after that step.
     is_finished: whether the run had ended before.
+    more: hooks of the user, called before the run may stop.
   """
 
   method: Method
@@ -106,6 +118,7 @@ class Session:
   t: int
   state: TrainState
   is_finished: bool = False
+  more: Sequence[Hook] = ()
 
   @property
   def c(self) -> Config:
@@ -116,10 +129,15 @@ class Session:
   def last(self) -> int:
     return self.c.train.steps
 
-  @property
-  def hooks(self) -> tuple[Hook, ...]:
-    """The functions to call after every launch, in this order."""
-    return self._report, self._evaluate, self._keep
+  @functools.cached_property
+  def hooks(self) -> list[Hook]:
+    """What the loop calls, in this order: log, evaluate, save, the user's, stop."""
+    periodic = [
+      Hook(self._evaluate, every=self.c.eval.every),
+      Hook(self._checkpoint, every=self.c.checkpoint.every),
+    ]
+    periodic = [hook for hook in periodic if hook.every]
+    return [Hook(self._report), *periodic, *self.more, Hook(self._stop)]
 
   def start(self) -> tuple[int, TrainState]:
     """Joins the run; returns the step after which training begins, and the state."""
@@ -129,9 +147,8 @@ class Session:
 
   def span(self, t: int, state: TrainState) -> range:
     """Returns the inner steps after step t that one launch runs."""
-    c = self.c
-    averages = (average.every for average in c.averages.values())
-    periods = (c.eval.every, c.checkpoint.every, *averages)
+    averages = [average.every for average in self.c.averages.values()]
+    periods = [*averages, *(hook.every for hook in self.hooks)]
     steps = self.method.span(t, self.last, periods)
     self.profile.begin(steps, state)
     return steps
@@ -139,6 +156,11 @@ class Session:
   def take(self, steps: range) -> list[jax.Array]:
     """Returns the tokens of these steps."""
     return [next(self.batches) for _ in steps]
+
+  def due(self, steps: range, t: int) -> list[Hook]:
+    """Returns the hooks to call after these steps, if training goes on after step t."""
+    is_due = lambda every: not every or reaches(steps[0], t, every)
+    return [hook for hook in self.hooks if is_due(hook.every)]
 
   def _report(
     self,
@@ -155,24 +177,29 @@ class Session:
     self.profile.end(steps, state)
 
   def _evaluate(self, steps: range, t: int, state: TrainState, *_: object) -> None:
-    """Evaluates every eval.every steps; `finish` evaluates after the last one."""
-    if t < self.last and reaches(steps[0], t, self.c.eval.every):
+    """Evaluates; `finish` evaluates after the last step."""
+    if t < self.last:
       with self._paused():
         for run, own in self._each(state):
           with run.own():
             scores = self.evaluation(self.method.params(own))
             run.log.evaluation(t, scores.numbers)
 
-  def _keep(self, steps: range, t: int, state: TrainState, *_: object) -> None:
-    """Saves every checkpoint.every steps, and if a signal asks the run to end.
-
-    Raises:
-      Stopped: a signal came, and the state is saved.
-    """
-    stops, due = self.stop.after_launch(), reaches(steps[0], t, self.c.checkpoint.every)
-    if t < self.last and (stops or due):
+  def _checkpoint(self, steps: range, t: int, state: TrainState, *_: object) -> None:
+    """Saves; `finish` saves the last state."""
+    if t < self.last:
       with self._paused():
         self._save(t, state)
+
+  def _stop(self, steps: range, t: int, state: TrainState, *_: object) -> None:
+    """Saves and ends the loop if a signal asks for it, or if all runs have failed.
+
+    Raises:
+      Stopped: a signal came, and the state is saved; or all runs have failed.
+    """
+    stops = self.stop.after_launch()
+    if stops and t < self.last:
+      self._checkpoint(steps, t, state)
     if (stops and t < self.last) or all(run.failed for run in self.runs):
       raise Stopped
 
@@ -247,8 +274,9 @@ class Session:
     found = dict[str, Any]()
     for run, own in self._each(state):
       with run.own():
-        args = (self.method, own, self.mesh, self.evaluation, run.log)
-        found = summary.make(run.c, *args)
+        found = summary.make(
+          run.c, self.method, own, self.mesh, self.evaluation, run.log
+        )
     return found
 
   def _report_events(self, events: list[Event]) -> None:
@@ -289,6 +317,7 @@ def open_session(
   workdir: str | pathlib.Path,
   peers: Peers | None,
   part: Part | None,
+  hooks: Sequence[Hook] = (),
 ) -> Iterator[Session]:
   """Prepares a run, or its continuation; the arguments are those of `train`.
 
@@ -352,6 +381,16 @@ def open_session(
     run = Run(c, workdir, peers)
     run.batches, run.checkpoints, run.log = batches, checkpoints, log
     yield Session(
-      *(method, [run], batches, evaluation, stop, mesh, profile, files.shown(workdir)),
-      *(t, state, record.finished),
+      method=method,
+      runs=[run],
+      batches=batches,
+      evaluation=evaluation,
+      stop=stop,
+      mesh=mesh,
+      profile=profile,
+      where=files.shown(workdir),
+      t=t,
+      state=state,
+      is_finished=record.finished,
+      more=hooks,
     )

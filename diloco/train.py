@@ -1,6 +1,7 @@
 """The training loop: a whole run, from a config to its summary."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import ml_collections
@@ -9,7 +10,7 @@ from diloco.config import Config
 from diloco.mesh.modes import training_modes
 from diloco.processes.peers import Peers
 from diloco.processes.stop import Stopped
-from diloco.session import Part, Session, open_session
+from diloco.session import Hook, Part, Session, open_session
 
 
 def train(
@@ -17,6 +18,7 @@ def train(
   workdir: str | pathlib.Path,
   peers: Peers | None = None,
   part: Part | None = None,
+  hooks: Sequence[Hook] = (),
 ) -> dict[str, Any]:
   """Trains a model, resuming from `workdir` if it has a checkpoint.
 
@@ -27,6 +29,7 @@ def train(
     peers: the processes that train together; all must call `train`. None: this one.
     part: this process's part of a run whose replicas do not all train together, where
       `config` is that of the whole run; None: this is the whole run.
+    hooks: functions of yours that the loop calls, each after so many inner steps.
 
   Returns:
     The summary, as in summary.json; empty if SIGTERM ended the run early. If the
@@ -38,7 +41,7 @@ def train(
     TrainingDiverged: a loss or gradient became NaN or infinite.
     Interrupted: Ctrl-C ended the run early, and the run is saved.
   """
-  with training_modes(), open_session(config, workdir, peers, part) as session:
+  with training_modes(), open_session(config, workdir, peers, part, hooks) as session:
     return session.summary() if session.is_finished else loop(session)
 
 
@@ -54,8 +57,8 @@ def loop(session: Session) -> dict[str, Any]:
       steps = session.span(t, state)
       state, metrics = method.inner(steps, state, session.take(steps))
       t, state, events = method.outer(steps[-1], state)
-      for hook in session.hooks:  # Log, evaluate, save, stop.
-        hook(steps, t, state, metrics, events)
+      for hook in session.due(steps, t):  # Log, evaluate, save, stop.
+        hook.call(steps, t, state, metrics, events)
     state, events = method.drain(t, state)
   except Stopped as stopped:
     session.leave(stopped)

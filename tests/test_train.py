@@ -26,6 +26,7 @@ from diloco.log import metrics
 from diloco.log.log import Log, TrainingDiverged
 from diloco.processes.distributed import lock_workdir
 from diloco.processes.peers import Peers
+from diloco.session import Hook
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -435,3 +436,16 @@ def test_a_mistake_in_an_optimizer_is_found_before_a_run_begins(
   with pytest.raises(ConfigError, match=message):
     train.train(tiny, tmp_path / "run")
   assert not (tmp_path / "run").exists()
+
+
+def test_a_hook_is_called_after_so_many_steps_and_changes_no_bit(tiny, tmp_path):
+  periodic, always = list[int](), list[range]()
+  hooks = [
+    Hook(call=lambda steps, t, *_: periodic.append(t), every=5),
+    Hook(call=lambda steps, t, *_: always.append(steps)),
+  ]
+  train.train(tiny, tmp_path / "with", hooks=hooks)
+  assert periodic == [5, 10]
+  assert [t for steps in always for t in steps] == list(range(1, 13))
+  train.train(tiny, tmp_path / "without")
+  assert_same_end(tmp_path / "with", tmp_path / "without")

@@ -113,7 +113,10 @@ def follow(
     theta: PyTree, opt_state: PyTree, new: PyTree
   ) -> tuple[PyTree, PyTree, Metrics]:
     opt_state, norm = _accumulate(
-      *(theta, opt_state, new, plan.tuned),
+      theta,
+      opt_state,
+      new,
+      plan.tuned,
       momentum=momentum,
       outer=plan.outer,
       mesh=plan.place.mesh,

@@ -90,7 +90,10 @@ class Together(Wrapper):
     """Runs one inner step of all runs; tokens are int32 [R, M, B, L]."""
     t, [tokens_RxMxBxL] = steps[0], tokens
     params, opt_state, metrics = inner_together(
-      *(state.params, state.opt_state, tokens_RxMxBxL, self.numbers.inner),
+      state.params,
+      state.opt_state,
+      tokens_RxMxBxL,
+      self.numbers.inner,
       c=self.c,
       averaged=t <= self.c.joint_steps,
     )
@@ -261,8 +264,16 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       state = together.init(params=first_params(c, mesh))
     profile = Profile(c, runs[0].log)  # Traces nothing.
     yield Session(
-      *(together, runs, _stacked(runs, batches), evaluation, stop, mesh, profile),
-      *("the folder of every run", start, state),
+      method=together,
+      runs=runs,
+      batches=_stacked(runs, batches),
+      evaluation=evaluation,
+      stop=stop,
+      mesh=mesh,
+      profile=profile,
+      where="the folder of every run",
+      t=start,
+      state=state,
     )
 
 

@@ -52,7 +52,10 @@ def apply(
   equal = bool((weights == weights[0]).all())
   with jax.set_mesh(mesh):
     return plan.form.update(
-      *(theta, opt_state, payload, plan.tuned),
+      theta,
+      opt_state,
+      payload,
+      plan.tuned,
       None if equal else weights.reshape(-1),
       wire=plan.wire,
       outer=plan.outer,
