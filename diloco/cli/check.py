@@ -39,7 +39,7 @@ def devices(c: Config, topology: str, slices: int) -> str:
   replica, fsdp = layout(c, n)
   attention.check(c.model, kind)
   rows = c.train.batch_size // c.train.accumulate / n
-  crosses = "; some replica lies on several slices" * bool(replica % slices)
+  crosses = "; some replica lies on several slices" if replica % slices else ""
   return (
     f"{n} {kind}, mesh replica {replica} x fsdp {fsdp}, {rows:g} sequences on each at a"
     f" time, attention {attention.choose(c.model, kind)}{crosses}"

@@ -94,9 +94,9 @@ def row(runs: Sequence[Run]) -> dict[str, str]:
     **(unsynced if c.one_model else synced),
     "N": f"{matrix_params(c.model):,}",
     "seed": ", ".join(str(one.config.seed) for one in runs),
-    "step": f"{step:,}" + f" of {c.train.steps:,}" * (step < c.train.steps),
+    "step": f"{step:,}" + (f" of {c.train.steps:,}" if step < c.train.steps else ""),
     "tokens": f"{step * c.tokens_per_step:,}",
-    "held-out loss": loss + f" at {last:,}" * (0 < last < step),
+    "held-out loss": loss + (f" at {last:,}" if 0 < last < step else ""),
     "bits/byte": f"{np.mean([one.bits[last] for one in runs]):.4f}" if last else "-",
     "bytes sent": f"{run.sent.get(step, 0):,.0f}",
     "peak bytes": f"{run.peak:,}",
@@ -248,7 +248,7 @@ def label(run: Run) -> str:
   name, method = run.name, title(run.config)
   if name.startswith(method):  # `named` has named it.
     return name
-  return f"{name}: " * (name != run.config.algorithm) + method
+  return method if name == run.config.algorithm else f"{name}: {method}"
 
 
 def missing(run: Run) -> list[str]:

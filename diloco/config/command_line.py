@@ -243,7 +243,8 @@ def _check_file(name: str) -> ml_collections.ConfigDict:
     config = module.get_config(*argument)
   except Exception as error:
     group = getattr(error, "name", None)
-    remedy = f"; write default_config({group!r})" * (group in plugins.contrib())
+    known = group in plugins.contrib()
+    remedy = f"; write default_config({group!r})" if known else ""
     raise ConfigError(f"{name}: {located(error, path)}{remedy}") from error
   if not isinstance(config, ml_collections.ConfigDict):
     raise ConfigError(

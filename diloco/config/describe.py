@@ -73,8 +73,8 @@ def text(config: ml_collections.ConfigDict) -> str:
     for field in group.fields:
       value, final = given[field.name], used[field.name]
       line = f"{field.name} = {show(value)}"
-      line += f", here {show(final)}" * (final != value)
-      line += f" (default {show(field.default)})" * (value != field.default)
+      line += f", here {show(final)}" if final != value else ""
+      line += f" (default {show(field.default)})" if value != field.default else ""
       lines += [line, _filled(f"[{field.kind}] {field.meaning}", indent=4)]
   return "\n".join(lines)
 

@@ -47,7 +47,7 @@ class LossPicture:
       label = f"training, mean over {_WINDOW:.0%} of the steps"
       line(axes, steps, smoothed(loss), color=color, lw=1.8, label=label)
     if self._held_out:
-      label = "held-out" + ", outer parameters" * (not self._c.one_model)
+      label = "held-out" if self._c.one_model else "held-out, outer parameters"
       axes.plot(*points(self._held_out), "ko", ms=4, label=label)
     self._mark_sends(axes)
     axes.set(xlabel="inner step", ylabel="loss (nats per token)")

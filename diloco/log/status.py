@@ -83,7 +83,7 @@ def last_line(
   age = now - path.stat().st_mtime
   # A bucket gets new lines with the checkpoints only.
   stale = age > max(_PATIENCE * usual, _LEAST_S) and not remote.address_of(path)
-  state = "probably stopped" * stale
+  state = "probably stopped" if stale else ""
   if has_ended(path.parent):
     state = "stopped"
   if not state:

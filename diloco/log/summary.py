@@ -237,7 +237,7 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
   lines += [
     f"checkpoint   {files.shown(workdir / 'checkpoints')}",
     f"metrics      {files.shown(workdir / 'metrics.jsonl')}"
-    + " and tensorboard/" * (workdir / "tensorboard").is_dir(),
+    + (" and tensorboard/" if (workdir / "tensorboard").is_dir() else ""),
     f"loss curve   {files.shown(workdir / 'loss.png')}",
     f"summary      {files.shown(workdir / FILE)}",
   ]

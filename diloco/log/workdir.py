@@ -101,7 +101,7 @@ def read(
 def title(c: Config | types.SimpleNamespace) -> str:
   """Names a run in a title, such as "streaming, M=2, H=30"."""
   synced = c.algorithm != "data_parallel"
-  return f"{c.algorithm}, M={c.replicas}" + f", H={c.sync_every}" * synced
+  return f"{c.algorithm}, M={c.replicas}" + (f", H={c.sync_every}" if synced else "")
 
 
 def backwards(path: pathlib.Path) -> Iterator[bytes]:

@@ -65,7 +65,7 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
   for name in {repeated(cell) for cell, _ in [*best.values()]}:
     best.pop(name, None)
   tested = lambda row: all(row[f"test_loss{end}"] is not None for end in which.values())
-  test = "test_" * all(tested(row) for _, row in best.values())
+  test = "test_" if all(tested(row) for _, row in best.values()) else ""
   records = [
     {
       **(cell.best or {}),

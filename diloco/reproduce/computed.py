@@ -321,7 +321,9 @@ def extrapolation() -> Result:
   table = laws.extrapolation()
   inside = {"": 0, " with floor": 0}
   for row, cells in table.rows.items():
-    inside[" with floor" * row.endswith("floor")] += sum(not c.outside for c in cells)
+    inside[" with floor" if row.endswith("floor") else ""] += sum(
+      not c.outside for c in cells
+    )
   here = "{} of 14 losses inside 90% intervals, {} with a floor".format(
     *inside.values()
   )

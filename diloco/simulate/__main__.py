@@ -116,8 +116,8 @@ def link(args: Args) -> Answer:
     f"link         {gbits:.4g} Gbit/s of each replica",
     f"utilisation  {share:.4g} of the time is compute",
   ]
-  synced = f", H = {work.sync_every}" * (work.method != "data_parallel")
-  tau = f", tau = {work.tau}" * (work.method == "streaming")
+  synced = "" if work.method == "data_parallel" else f", H = {work.sync_every}"
+  tau = f", tau = {work.tau}" if work.method == "streaming" else ""
   lines += assumed(args, work, f"{synced}{tau}, {work.bits:.3g} bits per value")
   return data, "\n".join(lines)
 

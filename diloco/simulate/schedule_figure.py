@@ -144,7 +144,7 @@ def draw(c: Config, sends: Sequence[Send], first: int, last: int, axes: Axes) ->
 def content(fragment: Fragment, c: Config) -> str:
   """Names the parameters of a fragment, such as "layers 0, 3, 6"."""
   count = len(fragment.layers)
-  names = ", ".join(map(str, fragment.layers[:4])) + ", ..." * (count > 4)
+  names = ", ".join(map(str, fragment.layers[:4])) + (", ..." if count > 4 else "")
   parts = [f"layer{'s' * (count > 1)} {names}"] * bool(count)
   parts += ["embedding"] * ("embed" in fragment.shapes(parameters(c.model)))
   return "whole model" if c.fragments.pattern == "whole" else " and ".join(parts)

@@ -295,5 +295,7 @@ def hint(name: str) -> str:
   name = re.split(r"[.(]", name)[0]
   if name in REMOVED:
     return f"; {name} was removed: the last revision that has it is e367008"
-  own = name if name in contrib() else name.rstrip("0123456789")
-  return f"; the plug-in {own} has it: set plugins=('{own}',)" * (own in contrib())
+  plugin = name if name in contrib() else name.rstrip("0123456789")
+  if plugin not in contrib():
+    return ""
+  return f"; the plug-in {plugin} has it: set plugins=('{plugin}',)"

@@ -313,7 +313,7 @@ def show(rows: Sequence[Row], best: Row | None, args: Args) -> str:
   head = f"{'method':<14}{'M':>3}{'H':>5}{'tau':>5} {'format':<9}{'busy':>7}"
   head += f"{'bytes/token':>13}{'loss, %':>16}{'hours':>10}"
   has_target = "target" in args
-  lines = [head + f"{'to target':>11}" * has_target]
+  lines = [head + (f"{'to target':>11}" if has_target else "")]
   for r in rows:
     above = "0" if r.method == "data_parallel" else f"{r.percent:+.2f} ± {r.half:.2f}"
     line = f"{r.method:<14}{r.replicas:>3}{r.sync_every:>5}{r.tau:>5} {r.format:<9}"
