@@ -58,7 +58,8 @@ class OnDevices:
   ) -> tuple["OuterState", Metrics]:
     """Lines 7 and 8: sends fragment p after step t; returns it in flight."""
     theta, opt_state, codec_state = state.fragment(p)
-    payload, codec_state, sent = plan.send(t, p, params_M, theta, codec_state)
+    there = self.fetch(theta)
+    payload, codec_state, sent = plan.send(t, p, params_M, there, codec_state)
     return state.after_send(p, theta, opt_state, codec_state, payload), sent
 
   def receive(self, plan: "Plan", p: int, state: "OuterState") -> Updated:
@@ -73,7 +74,7 @@ class OnDevices:
     self, plan: "Plan", p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
   ) -> PyTree:
     """Line 12 for fragment p; theta is that of the state or of `receive`."""
-    return plan.merge(p, params_M, theta, mask)
+    return plan.merge(p, params_M, self.fetch(theta), mask)
 
   def update(self, line: Update, p: int, state: "OuterState", given: PyTree) -> Updated:
     """Updates fragment p by a function, such as lines 10 and 11, on `mesh`.
@@ -125,11 +126,6 @@ class Offloaded(OnDevices):
     self, plan: "Plan", t: int, p: int, params_M: PyTree, state: "OuterState"
   ) -> tuple["OuterState", Metrics]:
     return super().send(plan, t, p, params_M, _moved(state, p, "device"))
-
-  def merge(
-    self, plan: "Plan", p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
-  ) -> PyTree:
-    return plan.merge(p, params_M, self.fetch(theta), mask)
 
   def update(self, line: Update, p: int, state: "OuterState", given: PyTree) -> Updated:
     state = _moved(state, p, "device")  # In memory already, unless the run resumed.
@@ -215,10 +211,8 @@ class OnHosts(OnDevices):
   def send(
     self, plan: "Plan", t: int, p: int, params_M: PyTree, state: "OuterState"
   ) -> tuple["OuterState", Metrics]:
-    theta, opt_state, codec_state = state.fragment(p)
-    there = self.fetch(theta)
-    payload, codec_state, sent = plan.send(t, p, params_M, there, codec_state)
-    state = state.after_send(p, theta, opt_state, codec_state, payload)
+    state, sent = super().send(plan, t, p, params_M, state)
+    theta, opt_state, _ = state.fragment(p)
     job = functools.partial(self._receive, plan)
     self._jobs.start(p, job, theta, opt_state, state.in_flight[p])
     return state, sent
@@ -231,11 +225,6 @@ class OnHosts(OnDevices):
     )
     metrics |= {"waited_s": np.float32(self._jobs.waited_s)}
     return state.after_update(p, theta, opt_state), theta, metrics
-
-  def merge(
-    self, plan: "Plan", p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
-  ) -> PyTree:
-    return plan.merge(p, params_M, self.fetch(theta), mask)
 
   def update(self, line: Update, p: int, state: "OuterState", given: PyTree) -> Updated:
     with jax.set_mesh(self.hosts):
