@@ -46,12 +46,12 @@ class Hook(NamedTuple):
     call: takes the launched steps, the step after which training goes on, the state
       after it, the metrics of each step, and the events of the outer step. It must not
       keep the arrays of the state: the next launch overwrites them.
-    every: inner steps between two calls; a launch ends at each multiple. 0: `call`
-      follows every launch, whatever its length.
+    every: inner steps between two calls; a launch ends at each multiple. 0: never;
+      None: `call` follows every launch, whatever its length.
   """
 
   call: Callable[[range, int, TrainState, list[InnerMetrics], list[Event]], None]
-  every: int = 0
+  every: int | None = None
 
 
 class Part(Replicas, Protocol):
@@ -132,12 +132,13 @@ class Session:
   @functools.cached_property
   def hooks(self) -> list[Hook]:
     """What the loop calls, in this order: log, evaluate, save, the user's, stop."""
-    periodic = [
+    return [
+      Hook(self._report),
       Hook(self._evaluate, every=self.c.eval.every),
       Hook(self._checkpoint, every=self.c.checkpoint.every),
+      *self.more,
+      Hook(self._stop),
     ]
-    periodic = [hook for hook in periodic if hook.every]
-    return [Hook(self._report), *periodic, *self.more, Hook(self._stop)]
 
   def start(self) -> tuple[int, TrainState]:
     """Joins the run; returns the step after which training begins, and the state."""
@@ -148,7 +149,7 @@ class Session:
   def span(self, t: int, state: TrainState) -> range:
     """Returns the inner steps after step t that one launch runs."""
     averages = [average.every for average in self.c.averages.values()]
-    periods = [*averages, *(hook.every for hook in self.hooks)]
+    periods = [*averages, *(hook.every or 0 for hook in self.hooks)]
     steps = self.method.span(t, self.last, periods)
     self.profile.begin(steps, state)
     return steps
@@ -159,7 +160,7 @@ class Session:
 
   def due(self, steps: range, t: int) -> list[Hook]:
     """Returns the hooks to call after these steps, if training goes on after step t."""
-    is_due = lambda every: not every or reaches(steps[0], t, every)
+    is_due = lambda every: every is None or reaches(steps[0], t, every)
     return [hook for hook in self.hooks if is_due(hook.every)]
 
   def _report(
