@@ -3,8 +3,8 @@
 A checkpoint holds the train state, with the fragments in flight, and a JSON record with
 the config, the data position and the ledger. Random numbers need no state: they follow
 from (seed, step, fragment, replica). Saving is asynchronous: Orbax writes to a folder,
-`bucket.py` to a bucket. All processes write and
-read. A run may go on with another number of processes or devices.
+`bucket.py` to a bucket. All processes write and read. A run may go on with another
+number of processes or devices.
 
 A checkpoint that cannot be read is moved to workdir/unreadable once an older one is
 restored, because Orbax saves no step below the newest one that it finds.

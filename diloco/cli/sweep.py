@@ -22,8 +22,8 @@ import pandas as pd
 from diloco.config import resolve
 from diloco.config.comparable import basis, incomparable
 from diloco.errors import ConfigError
-from diloco.mesh import hardware
 from diloco.reproduce import comparison
+from diloco.simulate.compute_time import MFU, PEAK_TFLOPS
 from diloco.spec.shapes import flops_per_token
 from diloco.sweep import csv_file, progress, table
 from diloco.sweep.chart import Chart
@@ -35,9 +35,6 @@ from diloco.sweep.slurm import Slurm
 from diloco.together import groups
 from diloco.util import command
 from diloco.util.command import in_range
-
-# The chip of --dry_run and the share of its peak, as in configs/chinchilla.py.
-CHIP, MFU = "TPU v5e", 0.4
 
 
 def make_backend(
@@ -177,11 +174,11 @@ def count(driver: Driver) -> None:
   print("size      runs     FLOPs  chip-hours")
   total["total"] = total.pop("total", (0, 0.0))  # The last line.
   for name, (runs, flops) in total.items():
-    hours = flops / (MFU * hardware.CHIPS[CHIP][0] * 3600)
+    hours = flops / (MFU * PEAK_TFLOPS * 1e12 * 3600)
     print(f"{name:<8} {runs:>5} {flops:>9.2g} {hours:>11,.3g}")
   print(
-    f"At least: each search begins at its best point. Hours of a {CHIP} at {MFU:.0%} of"
-    " its peak, without evaluation and compilation."
+    f"At least: each search begins at its best point. Hours of a TPU v5e at {MFU:.0%}"
+    " of its peak, without evaluation and compilation."
   )
 
 
