@@ -52,11 +52,12 @@ class BucketManager:
     self._token = peers.broadcast(secrets.token_hex(8))  # Of this start of the run.
     if peers.index == 0:
       self._mirror = remote.Mirror(workdir, bucket)
-      self._delete_old()
+      self._delete_old(last=sys.maxsize)  # Before any process writes: see `reload`.
       print(f"The log is in {workdir} until a checkpoint copies it.", file=sys.stderr)
     self.reload()
 
   def reload(self) -> None:
+    """Looks for the newest checkpoint; all processes wait for process 0."""
     self._latest = self._peers.broadcast(next(iter(steps_of(self._workdir)), None))
 
   def latest_step(self) -> int | None:
@@ -118,15 +119,20 @@ class BucketManager:
       time.sleep(self._bucket.poll_s)
     self._mirror.push()  # A run that goes on from this checkpoint needs its log.
     self._bucket.put(f"{FOLDER}/{step}.json", json.dumps(record).encode())
-    self._delete_old()
+    self._delete_old(last=step)
 
-  def _delete_old(self) -> None:
-    """Deletes all but the newest checkpoints, also what killed runs have left."""
+  def _delete_old(self, last: int) -> None:
+    """Deletes all but the newest checkpoints, also what killed runs have left.
+
+    Args:
+      last: folders of later steps stay: another process may write to them already.
+    """
     steps = steps_of(self._workdir)
     kept = {str(step) for step in steps[: self._keep]}
     for step in steps[self._keep :]:
       self._bucket.delete(f"{FOLDER}/{step}.json")
-    for folder in set(self._bucket.children(FOLDER)[1]) - kept:
+    folders = [x for x in self._bucket.children(FOLDER)[1] if x.isdigit()]
+    for folder in {x for x in folders if int(x) <= last} - kept:
       names = self._bucket.listed(f"{FOLDER}/{folder}")
       list(self._requests.map(self._bucket.delete, names))
 

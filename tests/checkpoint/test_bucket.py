@@ -132,6 +132,21 @@ def test_a_half_written_checkpoint_is_none(address, monkeypatch):
   assert not remote.bucket_of(folder).names("checkpoints/2")
 
 
+def test_what_another_process_writes_already_stays_until_the_next_start(address):
+  saver, folder = manager(address)
+  ahead = "checkpoints/5/list/1/0"
+  remote.bucket_of(folder).put(ahead, b"of process 1")
+  for step in (2, 3):
+    saver.save(step, args(arrays()))
+    saver.wait_until_finished()
+  bucket = remote.bucket_of(folder)
+  assert bucket.get(ahead) == b"of process 1"
+  assert not bucket.names("checkpoints/2")
+  again, folder = manager(address)
+  assert again.latest_step() == 3
+  assert bucket.get(ahead) is None
+
+
 def test_the_run_that_starts_last_has_the_folder(address):
   first, _ = manager(address)
   manager(address)
@@ -234,10 +249,13 @@ def test_processes_share_nothing_but_the_bucket(server, tmp_path):
   env = {**os.environ, "PYTHONPATH": path}
   more = ["--config.checkpoint.every=4", "--config.train.steps=12"]
   words = [*launch, *command(address, *more)[3:]]
-  ran = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+  ran = subprocess.run(
+    words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
+  )
   assert ran.returncode == 0, ran.stdout + ran.stderr
   assert files.read_json(remote.local_copy(address, "it") / "summary.json")
-  process = start(address, *more[:1], "--config.train.steps=16")
+  longer = ("--config.train.steps=16", "--config.inner.decay_steps=12")
+  process = start(address, *more[:1], *longer)
   out, _ = process.communicate(timeout=300)
   assert process.returncode == 0, out
   assert "Extends the run from 12 to 16 steps" in out
