@@ -40,7 +40,10 @@ def local_copy(
   address = os.fspath(place).rstrip("/")
   scheme, _, rest = address.partition("://")
   if {"", ".", ".."} & {*rest.split("/")}:
-    raise ConfigError(f"{flag} is {address!r}; give one such as s3://BUCKET/RUN.")
+    raise ConfigError(
+      f"{flag} is {address!r}, an address of no bucket; give one such as"
+      " s3://BUCKET/RUN."
+    )
   storage, folder = open_storage(address, flag, writes), files.COPIES / scheme / rest
   assert isinstance(storage, Bucket)
   if not files.COPIES.is_dir():
