@@ -75,11 +75,3 @@ def test_a_value_error_is_a_mistake_where_a_command_says_so(capsys):
   error = ValueError("--seed is x; give a number.")
   assert errors.explain(error) is None
   assert errors.explain(error, ValueError) == (str(error), 2)
-
-
-def test_a_full_disk_is_told_with_the_file_and_the_remedy():
-  sentence, _ = errors.explain(of(errno.ENOSPC))
-  assert sentence == (
-    "cannot write /data/run (No space left on device); make room or raise the quota,"
-    " then the same command goes on from what it has saved."
-  )

@@ -1,15 +1,12 @@
 """The recipe for a new compressor or model: register it, then name it in the config."""
 
 import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 import types
 
 import later_papers  # noqa: F401  Registers a method of each kind.
-import plugins  # Registers `signs`, `feedback` and `bigram`.
 import pytest
 from conftest import first_of
 
@@ -93,18 +90,6 @@ def test_a_registered_model_trains_like_the_decoder(tiny, tmp_path):
   losses = [r["loss"] for r in metrics.read(tmp_path)]
   assert sum(losses[-5:]) / 5 < losses[0] - 0.3
   assert summary["syncs"] == len(metrics.read(tmp_path, "send")) > 0
-
-
-@pytest.mark.integration("whole runs")
-def test_other_commands_import_the_plugins_that_a_flag_names(tiny, tmp_path):
-  tiny.model.name, tiny.wire.compressor, tiny.plugins = "bigram", "signs", ("plugins",)
-  train.train(tiny, tmp_path / "run")
-  command = [sys.executable, "-m", "diloco", "export", "--plugins=plugins"]
-  flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]
-  env = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent)}
-  subprocess.run([*command, *flags], check=True, env=env)
-  exported = json.loads((tmp_path / "out/config.json").read_text())
-  assert exported["architecture"] == plugins.Bigram.DESCRIPTION
 
 
 KINDS = {

@@ -21,14 +21,8 @@ from diloco.simulate.steady import steady_utilisation
 ROOT = pathlib.Path(__file__).parents[1]
 BOOKS = {p.stem: json.loads(p.read_text()) for p in ROOT.glob("notebooks/*.ipynb")}
 NAMES = sorted(BOOKS)
-PICTURES = {
-  "anatomy": 6,
-  "own_loop": 2,
-  "quickstart": 4,
-  "scaling_laws": 4,
-  "simulators": 4,
-  "two_places": 1,
-}
+PICTURES = {"anatomy": 6, "own_loop": 2, "quickstart": 4}
+PICTURES |= {"scaling_laws": 4, "simulators": 4, "two_places": 1}
 PIP = [sys.executable, "-m", "pip", "install", "--quiet"]
 MACHINE = ("/tmp/", "/root/", "/home/", "/content/", "Traceback", "Warning")
 
@@ -199,20 +193,9 @@ def test_two_places_take_a_number_each_and_a_third_one_ends(
   assert (c.replicas, c.overlap.transport) == (2, "sites")
 
 
-SMALL = {
-  "model.num_layers": 2,
-  "model.dim": 16,
-  "model.seq_len": 32,
-  "train.batch_size": 4,
-}
-
-
-FIELDS = "".join(f'"{name}={value}", ' for name, value in SMALL.items())
-SMALL_ANATOMY = {"overrides = [": f"overrides = [{FIELDS}"}
-
-
 def test_the_anatomy_begins_with_the_fragments(folder):
-  names = run("anatomy", slice(3), **SMALL_ANATOMY)
+  fields = '"model.num_layers=2", "model.dim=16", '
+  names = run("anatomy", slice(3), **{"overrides = [": f"overrides = [{fields}"})
   assert names["names"] == ["layer 0", "layer 1", "embedding"]
   assert len(names["counts"]) == len(names["kilobytes"]) == 3
 
@@ -225,42 +208,9 @@ def test_the_own_loop_has_fragments_by_path(folder):
   assert fragments[-1] == ("decode/b", "decode/w", "encode/b", "encode/w")
 
 
-@pytest.mark.slow("trains a loop, 30 s")
-def test_a_small_own_loop_resumes_exactly(folder, capsys):
-  names = run("own_loop", **{"= 2, 600, 512": "= 2, 40, 16"})
-  assert names["sent"][-1] > 0
-  assert "equal bit for bit: True" in capsys.readouterr().out
-
-
-@pytest.mark.slow("trains, 40 s")
-def test_a_sync_is_taken_apart(folder, capsys):
-  """The cells assert that payload and update are those of the trainer."""
-  names = run("anatomy", **SMALL_ANATOMY, **{"range(60, 100)": "range(20, 60)"})
-  assert names["error"].shape == (2,)
-  apart = [row[1] for row in names["rows"]]
-  assert apart[0] == 0 < apart[1] < apart[2]
-  assert "step 26: send fragment 1" in capsys.readouterr().out
-
-
 def test_the_config_of_the_quickstart_has_a_schedule(folder, capsys):
   assert run("quickstart", slice(3))["schedule"].num_fragments == 5
   assert "fragments.size: 3 -> 1" in capsys.readouterr().out
-
-
-@pytest.mark.slow("trains, 20 s")
-def test_a_small_quickstart_trains(folder, capsys):
-  small = SMALL | {"train.steps": 22, "eval.every": 11, "eval.tokens": 512}
-  update = f"config.update_from_flattened_dict({small})\nc = resolve(config)"
-  names = run(
-    "quickstart",
-    **{
-      "config.sync_every = 20": "config.sync_every = 8",
-      "c = resolve(config)": update,
-    },
-  )
-  assert names["summary"]["steps"] == 22
-  assert names["ratio"] > 10
-  assert "My fellow citizens" in capsys.readouterr().out
 
 
 @pytest.mark.slow("whole notebooks")
@@ -284,3 +234,4 @@ def test_a_whole_notebook_runs(name, tmp_path):
   said = [place.communicate(timeout=900)[0] for place in places]
   assert [place.returncode for place in places] == [0] * len(places)
   assert len({*re.findall("CRC-32 .*", "".join(said))}) == (name == "two_places")
+  assert ("equal bit for bit: True" in said[0]) == (name == "own_loop")

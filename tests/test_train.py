@@ -2,17 +2,16 @@
 
 import gc
 import json
-import os
 import pathlib
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import jax
 import numpy as np
 import pytest
+import running
 import wreck
 from conftest import first_of
 
@@ -68,27 +67,14 @@ def finished(tmp_path_factory):
   return workdir
 
 
-def command(workdir, *args):
-  return [
-    sys.executable,
-    "-m",
-    "diloco.main",
-    f"--config={ROOT / 'tests' / 'tiny_config.py'}",
-    f"--workdir={workdir}",
-    *args,
-  ]
-
-
-def start(workdir, *args, before=(), **kwargs):
-  """Runs the command with the tests' folder importable, for tiny_config.py."""
-  path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
-  env = {**os.environ, "PYTHONPATH": path}
-  words = [*before, *command(workdir, *args)]
-  return subprocess.Popen(words, cwd=ROOT, env=env, **kwargs)
+def start(workdir, *args, **more):
+  config = f"--config={ROOT / 'tests' / 'tiny_config.py'}"
+  words = ["-m", "diloco.main", config, f"--workdir={workdir}", *args]
+  return running.start(*words, **more)
 
 
 def run(workdir, *args, **kwargs):
-  process = start(workdir, *args, stderr=subprocess.PIPE, text=True, **kwargs)
+  process = start(workdir, *args, stderr=subprocess.PIPE, **kwargs)
   _, stderr = process.communicate(timeout=300)
   return process.returncode, stderr
 
@@ -129,12 +115,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path):
   assert losses(tmp_path) == losses(finished)
   assert_same_end(tmp_path, finished)
   a, b = (json.loads((w / "summary.json").read_text()) for w in (tmp_path, finished))
-  for field in (
-    "eval_loss",
-    "bytes_sent_per_replica",
-    "peak_bytes_per_sync",
-    "fragments",
-  ):
+  for field in ("eval_loss", "bytes_sent_per_replica", "peak_bytes_per_sync"):
     assert a[field] == b[field]
 
 
@@ -143,9 +124,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path):
   first_of("starts and stops processes", ("SIGTERM", 0), ("SIGINT", 130)),
 )
 def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, signum, status):
-  process = start(
-    tmp_path, "--config.checkpoint.every=0", stderr=subprocess.PIPE, text=True
-  )
+  process = start(tmp_path, "--config.checkpoint.every=0", stderr=subprocess.PIPE)
   await_metrics(process, tmp_path)
   process.send_signal(getattr(signal, signum))
   _, stderr = process.communicate(timeout=120)
@@ -168,7 +147,7 @@ def await_metrics(process, workdir):
 
 @pytest.mark.integration("starts processes and stops them")
 def test_an_interrupt_before_the_first_step_is_one_line(tmp_path):
-  process = start(tmp_path, stderr=subprocess.PIPE, text=True)
+  process = start(tmp_path, stderr=subprocess.PIPE)
   while process.poll() is None and not (tmp_path / ".lock").exists():
     time.sleep(0.01)
   process.send_signal(signal.SIGINT)

@@ -1,17 +1,16 @@
 """Runs whose folder is in a bucket, against a server that answers over HTTP."""
 
 import logging
-import os
 import pathlib
 import signal
 import subprocess
-import sys
 
 import buckets
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import running
 import tensorstore
 
 from diloco import train
@@ -166,19 +165,13 @@ def test_a_bucket_that_is_not_there_is_refused(server, tiny):
     train.train(tiny, "s3://nowhere/run")
 
 
-def command(address, *more):
-  return [
-    *(sys.executable, "-m", "diloco.main", f"--workdir={address}"),
-    f"--config={ROOT / 'tests' / 'tiny_config.py'}",
-    *more,
-  ]
+CONFIG = f"--config={ROOT / 'tests' / 'tiny_config.py'}"
 
 
 def start(address, *more):
-  path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
-  env = {**os.environ, "PYTHONPATH": path}
-  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-  return subprocess.Popen(command(address, *more), cwd=ROOT, env=env, **pipes)
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+  words = ["-m", "diloco.main", f"--workdir={address}", CONFIG, *more]
+  return running.start(*words, **pipes)
 
 
 @pytest.mark.integration("kills a run three times")
@@ -244,14 +237,9 @@ def reads_it(address, whole, tmp_path, capsys):
 def test_processes_share_nothing_but_the_bucket(server, tmp_path):
   """Two processes with two devices each save; a single one goes on."""
   address = f"s3://bucket/{tmp_path.name}"
-  launch = [sys.executable, "-m", "diloco", "launch_local", "-n2", "--devices=2", "--"]
-  path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
-  env = {**os.environ, "PYTHONPATH": path}
+  launch = ["-m", "diloco", "launch_local", "-n2", "--devices=2", "--", CONFIG]
   more = ["--config.checkpoint.every=4", "--config.train.steps=12"]
-  words = [*launch, *command(address, *more)[3:]]
-  ran = subprocess.run(
-    words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
-  )
+  ran = running.python(*launch, f"--workdir={address}", *more, timeout=600)
   assert ran.returncode == 0, ran.stdout + ran.stderr
   assert files.read_json(remote.local_copy(address, "it") / "summary.json")
   longer = ("--config.train.steps=16", "--config.inner.decay_steps=12")

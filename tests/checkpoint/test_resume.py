@@ -82,12 +82,6 @@ def check(tiny, step=8, **fields) -> str:
   return resume.check(old, resolve(tiny), step)
 
 
-def test_a_run_continues_with_another_attention(tiny):
-  c = resolve(tiny)
-  other = changed(c, {"model.attention": "xla"})
-  assert resume.check(c.to_dict(), other, step=4) == ""
-
-
 @pytest.mark.parametrize(
   ("field", "value"),
   [

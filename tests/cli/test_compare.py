@@ -197,12 +197,6 @@ def test_mistakes_are_told_in_one_sentence(two, capsys, args, message):
   assert error.count("\n") == 1
 
 
-def test_a_run_without_a_config_is_a_mistake(two, capsys):
-  (two[0] / "config.json").unlink()
-  assert compare.main([str(two[0])]) == 2
-  assert "has no config.json that can be read" in capsys.readouterr().err
-
-
 def test_a_held_out_loss_that_is_not_finite_is_shown(tmp_path):
   folder = make_run(tmp_path / "a", config())
   with (folder / "metrics.jsonl").open("a") as file:

@@ -184,9 +184,6 @@ def test_a_run_of_sites_has_a_line_for_each_site_and_their_group(tmp_path, confi
 def test_a_folder_without_runs_is_a_mistake(tmp_path, capsys):
   assert status.main([str(tmp_path)]) == 2
   assert "where no run has written metrics.jsonl" in capsys.readouterr().err
-
-
-def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
   assert status.main([str(tmp_path / "rnu")]) == 2
   assert "but there is no such folder." in capsys.readouterr().err
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import running
 from absl import flags
 
 from diloco.config import command_line, default_config, describe
@@ -27,8 +28,6 @@ def get_config(arg="name"):
     return {}
   if arg == "value":
     raise ValueError("size is 3; give 4.")
-  if arg == "file":
-    open("/none/such")
   if arg == "field":
     c.outer.lr_
   return undefined
@@ -133,29 +132,18 @@ def test_a_config_file_with_an_error_is_named_with_the_line(tmp_path):
   path = tmp_path / "broken.py"
   path.write_text(BROKEN)
   for arg, said in (
-    ("name", f"NameError: name 'undefined' is not defined ({path}, line 14)"),
+    ("name", f"NameError: name 'undefined' is not defined ({path}, line 12)"),
     ("dict", "get_config() returns no config; return default_config() with changes."),
     ("value", "size is 3; give 4."),
-    (
-      "file",
-      "FileNotFoundError: [Errno 2] No such file or directory: '/none/such'"
-      f" ({path}, line 11)",
-    ),
   ):
     assert sentence(f"--config={path}:{arg}") == f"{path}:{arg}: {said}"
-  assert sentence(f"--config={path}:field").endswith(f"({path}, line 13)")
+  assert sentence(f"--config={path}:field").endswith(f"({path}, line 11)")
   (tmp_path / "syntax.py").write_text("x = =")
   assert "(syntax.py, line 1)" in sentence(f"--config={tmp_path}/syntax.py")
   assert "0 positional arguments but 1 was given" in sentence(f"{SAMPLE}:foo")
   (tmp_path / "empty.py").touch()
   said = sentence(f"--config={tmp_path}/empty.py")
   assert said.endswith("empty.py has no get_config(); see configs/sample.py.")
-
-
-def test_load_config_takes_the_arguments_of_the_trainer():
-  name = f"{ROOT}/configs/chinchilla.py:1.3B,M=4"
-  c = command_line.load_config(name, ["--config.overlap.tau=5"])
-  assert (c.replicas, c.overlap.taus) == (4, (5,) * 4)
 
 
 def test_folders_that_are_not_writable(tmp_path):
@@ -166,14 +154,6 @@ def test_folders_that_are_not_writable(tmp_path):
   for path in (tmp_path / "file", tmp_path / "file" / "under", "/proc/none"):
     with pytest.raises(ConfigError, match=r"^--output is '.*', where nothing can be"):
       command.make_folder(path, "--output")
-
-
-def test_ctrl_c_ends_without_a_traceback(capsys):
-  def interrupted():
-    raise KeyboardInterrupt
-
-  assert command.guarded(interrupted) == 130
-  assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_ctrl_c_while_a_text_is_executed_has_the_same_status(tmp_path):
@@ -260,84 +240,34 @@ def test_options_have_names_and_types():
 
 
 @pytest.mark.parametrize(
-  ("package", "remedy", "use"),
+  ("package", "extra", "use"),
   [
-    (
-      "google-crc32c",
-      "pip install google-crc32c, or '.[prepare]'",
-      lambda tmp, c: records.masked_crc32c(b""),
-    ),
-    (
-      "safetensors",
-      "pip install safetensors, or '.[export]'",
-      lambda tmp, c: command.optional("safetensors.numpy", "exports need", "export"),
-    ),
-    (
-      "submitit",
-      "pip install submitit, or '.[slurm]'",
-      lambda tmp, c: slurm.Slurm(tmp, {}, {}),
-    ),
-    (
-      "wandb",
-      "pip install wandb, or '.[wandb]'",
-      lambda tmp, c: metrics.MetricsWriter(tmp, c),
-    ),
+    ("google-crc32c", "prepare", lambda tmp, c: records.masked_crc32c(b"")),
+    ("submitit", "slurm", lambda tmp, c: slurm.Slurm(tmp, {}, {})),
+    ("wandb", "wandb", lambda tmp, c: metrics.MetricsWriter(tmp, c)),
   ],
 )
-def test_a_missing_package_is_named_with_a_remedy(package, remedy, use, tmp_path, tiny):
+def test_a_missing_package_is_named_with_a_remedy(package, extra, use, tmp_path, tiny):
   tiny.log.wandb_project = "ours"
   with pytest.MonkeyPatch.context() as patch:
-    for name in (package.replace("-", "_"), f"{package}.numpy"):
-      patch.setitem(sys.modules, name, None)
+    patch.setitem(sys.modules, package.replace("-", "_"), None)
     with pytest.raises(ValueError) as caught:
       use(tmp_path, tiny)
-  assert remedy in str(caught.value)
-
-
-def run(*args: str) -> subprocess.CompletedProcess:
-  return subprocess.run(
-    [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, check=False
-  )
+  assert f"pip install {package}, or '.[{extra}]'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
   ("command", "said"),
   [
-    (
-      "-m diloco.cli.sweep --sweep=configs/ladder.py --results=/proc/none",
-      "--results is '/proc/none', where noth",
-    ),
     ("-m diloco.cli.sweep --results=/tmp --foo", "unrecognized arguments: --foo"),
     ("-m diloco.aot --config=none.py --topology=v5e", "there is no file none.py"),
-    ("-m diloco tune --config=sample --seconds=nan", "--seconds is nan; give a finite"),
-    (
-      "-m diloco.data.prepare.prepare_data --source=sotu",
-      "the following arg",
-    ),
-    (
-      "diloco/cli/train_tokenizer.py --source=sotu --output=/proc/x/y",
-      "--output is '/pr",
-    ),
-    (
-      "scripts/benchmarks/make_standin.py --name=c4 --data_dir=/tmp",
-      "--name is 'c4'; give c4/en",
-    ),
-    (
-      "scripts/benchmarks/bench_data.py --config=configs/sample.py:x",
-      "configs/sample.py:x: TypeError: get_config() takes 0",
-    ),
-    (
-      "scripts/benchmarks/bench_step.py --config.seed=1",
-      "--config.seed needs a --config before",
-    ),
-    (
-      "scripts/benchmarks/bench_prepare.py --folder=/proc/x",
-      "--folder is '/proc/x', where noth",
-    ),
+    ("diloco/cli/train_tokenizer.py --source=sotu --output=/proc/x/y", "--output is "),
+    ("scripts/benchmarks/make_standin.py --name=c4 --data_dir=/tmp", "--name is 'c4'"),
+    ("scripts/benchmarks/bench_step.py --config.seed=1", "--config.seed needs a --con"),
   ],
 )
 def test_other_programs_end_with_one_sentence(command, said):
-  ended = run(*command.split())
+  ended = running.python(*command.split())
   assert ended.returncode == 2
   assert [line.startswith(f"error: {said}") for line in ended.stderr.splitlines()] == [
     1
@@ -346,16 +276,16 @@ def test_other_programs_end_with_one_sentence(command, said):
 
 def test_the_trainer_ends_with_one_sentence(tmp_path):
   (tmp_path / "file").touch()
-  for args, said in (
-    (("configs/none.py",), "error: there is no file configs/none.py; give"),
-    (("configs/sample.py", "word"), "error: word is given besides the flags; write"),
-    (("configs/sample.py",), "error: --workdir is "),
-    (("configs/sample.py", "--flagfile=/none/such"), "error: Unable to open flagfile"),
-    (("configs/sample.py", "--stderrthreshold=x"), "error: --stderrthreshold must be"),
-    (("configs/sample.py", "--config.overlap.tau=99"), "error: overlap.tau is 99, but"),
+  for word, said in (
+    ("word", "error: word is given besides the flags; write"),
+    ("--config.seed=1", "error: --workdir is "),
+    ("--stderrthreshold=x", "error: --stderrthreshold must be"),
+    ("--config.overlap.tau=99", "error: overlap.tau is 99, but"),
   ):
     flag = f"--workdir={tmp_path}/file"
-    ended = run("-m", "diloco.main", f"--config={args[0]}", flag, *args[1:])
+    ended = running.python(
+      "-m", "diloco.main", "--config=configs/sample.py", flag, word
+    )
     assert ended.returncode == 2
     assert [line[: len(said)] for line in ended.stderr.splitlines()] == [said]
   assert [path.name for path in tmp_path.iterdir()] == ["file"]

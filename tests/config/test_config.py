@@ -39,7 +39,6 @@ def make(**fields):
     ({"overlap.taus": (1, 2, 3)}, r"overlap.taus is \(1, 2, 3\); give 2 whole numbers"),
     ({"overlap.taus": ("1,a",)}, "overlap.taus is .*; give values such as"),
     ({"wire.density": 0.0}, "wire.density is 0.0; it must be above 0 and at most"),
-    ({"wire.rounding": "up"}, "wire.rounding is 'up'; choose one of nearest"),
     (
       {"wire.format": "bf16", "wire.rounding": "stochastic"},
       "wire.format is bf16, .* but wire.rounding is stochastic; choose nearest",
@@ -65,9 +64,9 @@ def make(**fields):
       {"log.diagnostics_every": 4},
       r"every is 4, .*; now it is diagnostics.every=4; .* set plugins=\('diagnostics',",
     ),
-    *(
-      ({"replicas": 1, field: 3}, f"{field} is 3, but replicas is 1, and a single")
-      for field in ("des_loc.first_every", "des_loc.second_every")
+    (
+      {"replicas": 1, "des_loc.second_every": 3},
+      "des_loc.second_every is 3, but replicas is 1, and a single",
     ),
     (
       {"replicas": 1, "sparta.share": 0.1},
@@ -83,32 +82,17 @@ def make(**fields):
     ),
     ({"model.num_heads": 7}, "which model.num_heads = 7 does not divide; change one"),
     ({"model.loss_chunk": 300}, "model.seq_len is 2048, which model.loss_chunk = 300"),
-    ({"model.dtype": "int8"}, "model.dtype is 'int8'; choose one of float32"),
-    ({"replicas": 0}, "replicas is 0; it must be at least 1"),
     ({"train.steps": 0}, "train.steps is 0 and train.tokens is 0; set train.steps"),
     ({"train.tokens": 1e6}, "train.tokens is 1,000,000, but train.steps is 200, which"),
-    ({"train.steps": -5}, "train.steps is -5; it must be at least 0"),
     (
       {"train.steps": 0, "train.tokens": 10},
       "train.steps is 0 and train.tokens is 10; .* one batch of 524288 tokens",
     ),
-    (
-      {"train.steps": 0, "model.seq_len": 0},
-      "model.seq_len is 0; it must be at least 2",
-    ),
     ({"inner.learning_rate": float("nan")}, "inner.learning_rate is nan; give a fini"),
-    ({"inner.learning_rate": float("inf")}, "inner.learning_rate is inf; give a fini"),
-    ({"inner.weight_decay": float("nan")}, "inner.weight_decay is nan; give a finite"),
-    ({"model.ff_dim": -3}, "model.ff_dim is -3; it must be at least 0"),
-    ({"model.name": "mlp"}, "model.name is 'mlp'; choose one of decoder"),
     ({"wire.compressor": "zip"}, "wire.compressor is 'zip'; choose one of quantize"),
     ({"wire.format": "e9m9"}, "wire.format is 'e9m9'; choose fp32, bf16 or eXmY"),
     (
-      {
-        "plugins": ("diagnostics",),
-        "diagnostics.every": 3,
-        "overlap.transport": "host",
-      },
+      {"diagnostics.every": 3, "overlap.transport": "host"},
       "diagnostics.every is 3, which .* overlap.transport is host; choose device,",
     ),
     (
@@ -119,11 +103,6 @@ def make(**fields):
       {"des_loc.first_every": 3, "overlap.transport": "host"},
       "des_loc.first_every is 3, .* overlap.transport is host; choose device, or set",
     ),
-    (
-      {"des_loc.second_every": 3, "overlap.transport": "sites"},
-      "des_loc.second_every is 3, .* overlap.transport is sites; choose device",
-    ),
-    ({"overlap.taus": (1.5, 2)}, r"overlap.taus is \(1.5, 2\); give values such as"),
   ],
 )
 def test_errors_name_field_value_and_remedy(fields, message):

@@ -324,25 +324,12 @@ def test_other_sizes_have_the_nearest_shape_of_the_family(size, replicas):
   ("name", "arg", "said"),
   [
     ("chinchilla", "7X", "the size is '7X'; write one of 35M, .*, or any other from"),
-    ("chinchilla", "2M", "the size is '2M'; write one of"),
     ("chinchilla", "35M,K=2", "has 'K=2'; write M=<integer> H=<integer> algorithm=da"),
-    ("chinchilla", "35M,M", "has 'M'; write M=<integer>"),
     ("chinchilla", "35M,M=x", "argument has 'M=x'; write M=<integer> H=<integer> "),
     ("chinchilla", "35M,M=0", "replicas is 0; give a positive number"),
-    ("chinchilla", "35M,overtrain=x", "'overtrain=x'; .* overtrain=<number> data="),
-    ("chinchilla", "35M,overtrain=nan", "'overtrain=nan'; .* overtrain=<number> "),
-    (
-      "chinchilla",
-      "35M,method=best",
-      "has 'method=best'; .* method=joint|independent ",
-    ),
     ("streaming", "7B", "the scale is '7B'; write one of 35M, 100M"),
-    ("streaming", "1B,foo", "the config's argument has 'foo'; write M=<integer> H=<in"),
     ("streaming", "35M,K=2", "has 'K=2'; write M="),
-    ("streaming", "35M,M=2,M=4", "has M twice; give it once."),
     ("streaming", "35M,data=mc4", "has 'data=mc4'; .* data=c4|dolma"),
-    ("streaming", "35M,tokens=x", "has 'tokens=x'; .* tokens=<number>, separated by"),
-    ("streaming", "35M,tokens=1e999", "has 'tokens=1e999'; .* tokens=<number>"),
   ],
 )
 def test_wrong_arguments_give_one_sentence(name, arg, said):

@@ -1,15 +1,10 @@
 """The description of the config says of every field what fields.py says."""
 
-import os
-import pathlib
-import subprocess
-import sys
+import running
 
-from diloco.config import add_plugins, default_config, describe
+from diloco.config import default_config, describe
 from diloco.config.resolve import leaves
 from diloco.spec import plugins
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def described():
@@ -80,17 +75,8 @@ def test_the_text_tells_values_defaults_and_what_the_run_uses():
   assert names[1:] == core  # The first line tells how to set a field.
 
 
-def test_the_text_has_the_fields_of_the_plugins_of_the_config():
-  c = sample()
-  add_plugins(c, "sparta")
-  c.sparta.share = 0.25
-  assert "sparta.share = 0.25 (default 0.0)" in describe.text(c).splitlines()
-
-
-def main(*flags: str, cwd) -> subprocess.CompletedProcess:
-  env = {**os.environ, "PYTHONPATH": str(ROOT)}
-  command = [sys.executable, "-X", "importtime", "-m", "diloco.main", *flags]
-  return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+def main(*flags: str, cwd):
+  return running.python("-X", "importtime", "-m", "diloco.main", *flags, cwd=cwd)
 
 
 def test_the_trainer_prints_its_config_and_ends(tmp_path):

@@ -1,6 +1,5 @@
 """DES-LOC and SPARTA against float64 NumPy, and in whole runs of the trainer."""
 
-import functools
 import json
 import shutil
 
@@ -24,8 +23,6 @@ from diloco.contrib import des_loc, sparta
 from diloco.errors import ConfigError
 from diloco.log import metrics, read_run
 from diloco.mesh.devices import make_mesh
-from diloco.mesh.sharding import mesh_of
-from diloco.spec.fields import WireConfig
 from diloco.spec.shapes import num_params
 from diloco.together import training as together
 
@@ -242,29 +239,6 @@ def test_a_coded_mean_keeps_the_mean_of_the_replicas_and_brings_them_together(dt
   want = jax.tree.map(np.asarray, same)
   for x, y in zip(jax.tree.leaves(to_mean(same)), jax.tree.leaves(want)):
     np.testing.assert_allclose(x, y, rtol=1e-6)
-
-
-@pytest.mark.parametrize("m", [2, 4, 8])
-def test_moments_in_four_bits_leave_adam_small_steps(m):
-  """After a second moment of 0, the next step is hundreds of times the inner rate."""
-  wire = WireConfig(format="e3m0", block_size=16)
-  mesh = mesh_of(np.asarray([jax.devices()[:1]]))
-  average = functools.partial(des_loc.coded_mean, wire=wire, mesh=mesh)
-  rng, largest = RNG(m), []
-  scales = np.exp(rng.normal(size=512))
-  u_M = v_M = np.zeros((m, 512), np.float32)
-  for t in range(1, 10):
-    g_M = np.float32(rng.normal(size=(m, 512)) * scales)
-    u_M, v_M = 0.9 * u_M + 0.1 * g_M, 0.99 * v_M + 0.01 * g_M**2
-    step_M = u_M / (1 - 0.9**t) / (np.sqrt(v_M / (1 - 0.99**t)) + 1e-8)
-    largest.append(np.abs(step_M).max())
-    if t % 3 == 0:
-      u_M, v_M = (
-        np.asarray(average({"x": jnp.asarray(x)}, positive=positive)["x"])
-        for x, positive in ((u_M, False), (v_M, True))
-      )
-      assert (v_M > 0).all()
-  assert max(largest) < 4
 
 
 def test_a_format_of_moments_that_does_not_exist_is_refused(tiny):

@@ -133,34 +133,6 @@ def differences(own: list[dict], items: list[Item], samples: list[dict]) -> dict
   return {"largest": largest, "other": other}
 
 
-def test_items_have_the_prompts_of_the_harness():
-  made = records(4)
-  first = {name: item_of(name, rows[0]) for name, rows in made.items()}
-  record = made["hellaswag"][0]
-  query = (
-    f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-  )
-  assert first["hellaswag"].query == query
-  assert "[" not in "".join(first["hellaswag"].choices)
-  assert first["piqa"].query == f"Question: {made['piqa'][0]['goal']}\nAnswer:"
-  question = made["arc_easy"][0]["question"]
-  assert first["arc_easy"].query == f"Question: {question}\nAnswer:"
-
-
-def test_differences_are_found():
-  own = [{"scores": [-3.0, -2.0]}, {"scores": [-1.0, -2.0]}]
-  items = [Item("", ("abcd", "b"), 1)] * 2
-  sample = lambda acc, norm, *scores: {
-    "filtered_resps": [(s, False) for s in scores],
-    "acc": acc,
-    "acc_norm": norm,
-  }
-  same = [sample(1.0, 0.0, -3.0, -2.0), sample(0.0, 0.0, -1.0, -2.5)]
-  assert differences(own, items, same) == {"largest": 0.5, "other": 0}
-  other = [same[0], sample(0.0, 1.0, -1.0, -2.0)]
-  assert differences(own, items, other)["other"] == 1
-
-
 @pytest.mark.slow("imports PyTorch and lm-eval")
 @pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="extra test-hf")
 def test_every_score_and_choice_is_that_of_the_harness(tiny, tmp_path):

@@ -113,16 +113,6 @@ def test_items_are_read_from_a_file(tmp_path):
       tasks.load_items(str(tmp_path / "bad.jsonl"))
 
 
-def test_a_wrong_index_is_told_with_its_line_and_the_range(tmp_path):
-  line = '{"query": "q", "choices": ["a", "b"], "gold": %d}\n'
-  (tmp_path / "bad.jsonl").write_text(line % 1 + line % 2)
-  said = (
-    r"whose line 2 is no item \(gold is 2, but must be an index from 0 to 1\); give"
-  )
-  with pytest.raises(config_lib.ConfigError, match=said):
-    tasks.load_items(str(tmp_path / "bad.jsonl"))
-
-
 @pytest.mark.parametrize(
   "line",
   [

@@ -62,6 +62,8 @@ def test_an_export_of_any_architecture_is_read(tiny, tmp_path, name):
   tiny.model.dtype, tiny.model.remat = "bfloat16", "full"  # Not of the parameters.
   c = resolve(tiny)
   assert_equal(start.first_params(c, make_mesh(c)), params)
+  described = json.loads((tmp_path / "config.json").read_text())["architecture"]
+  assert described == registry.get(c.model).DESCRIPTION
 
 
 def test_an_architecture_may_read_and_write_folders_of_another_program(tiny, tmp_path):

@@ -30,6 +30,8 @@ def test_fewer_than_three_syncs_of_a_fragment_are_told(tiny, steps, said):
   assert ("final_sync" in note) == bool(said)
   tiny.outer.final_sync = True
   assert summary.note(resolve(tiny)) == ""
+  tiny.outer.final_sync, tiny.algorithm = False, "data_parallel"
+  assert summary.note(resolve(tiny)) == ""
 
 
 def test_held_out_documents_in_the_training_text_are_told(tiny, tmp_path):
@@ -66,11 +68,6 @@ def test_the_test_loss_is_that_of_the_final_parameters_on_the_test_text(tiny, tm
   assert found["test_loss"]["outer"] == pytest.approx(test.loss, rel=1e-6)
   assert abs(own.loss - test.loss) > 1e-3
   assert len({*found["test_loss"].values()}) == 3  # Outer, mean and first differ.
-
-
-def test_data_parallel_has_no_such_note(tiny):
-  tiny.algorithm, tiny.train.steps = "data_parallel", 1
-  assert summary.note(resolve(tiny)) == ""
 
 
 @pytest.fixture

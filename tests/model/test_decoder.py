@@ -47,18 +47,6 @@ def test_hidden_states_agree_with_numpy(params):
     )
 
 
-def test_a_position_sees_only_what_comes_before(params):
-  ids = np.random.default_rng(1).integers(4, 50, (1, 12))
-  other = ids.copy()
-  other[0, 7] = 3
-  a, b = (
-    np.asarray(hidden_states(MODEL, params, shift_right(jnp.asarray(i))))
-    for i in (ids, other)
-  )
-  np.testing.assert_array_equal(a[0, :8], b[0, :8])
-  assert np.abs(a[0, 8:] - b[0, 8:]).min(axis=0).max() > 0
-
-
 @pytest.mark.parametrize("chunk", [0, 4, 8])
 def test_losses_depend_on_all_earlier_tokens_only(params, chunk):
   tokens = np.random.default_rng(7).integers(4, 50, (2, 12))
@@ -95,23 +83,6 @@ def test_masked_documents_do_not_see_each_other(params, lengths):
     start += len(document)
 
 
-def test_without_masks_documents_see_the_ones_before(params):
-  tokens = np.asarray([[9, 8, 1, 7, 6, 5, 4, 9, 8, 7, 6, 5]])
-  other = tokens.copy()
-  other[0, 0] = 30
-  plain = lambda t: hidden_states(MODEL, params, shift_right(jnp.asarray(t)))
-  assert np.abs(plain(tokens) - plain(other))[0, 3:].max() > 1e-3
-  np.testing.assert_array_equal(
-    masked_states(params, tokens)[0, 3:], masked_states(params, other)[0, 3:]
-  )
-
-
-def test_masks_without_an_end_of_document_change_nothing(params):
-  tokens = np.random.default_rng(5).integers(4, 50, (2, 12))
-  plain = hidden_states(MODEL, params, shift_right(jnp.asarray(tokens)))
-  np.testing.assert_allclose(masked_states(params, tokens), plain, rtol=1e-5, atol=1e-5)
-
-
 def test_a_model_without_masks_computes_none(params):
   ids = jnp.zeros((2, 12), jnp.int32)
 
@@ -138,18 +109,6 @@ def test_memory_and_loops_change_no_gradient(params, fields):
   other = gradient(dataclasses.replace(MODEL, **fields), ids)(params)
   close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
   jax.tree.map(close, plain, other)
-
-
-def test_rematerialisation_saves_memory():
-  m = dataclasses.replace(MODEL, num_layers=6, seq_len=64)
-  ids = jnp.zeros((16, 64), jnp.int32)
-  params = jax.eval_shape(lambda key: decoder.init(m, key), jax.random.key(0))
-
-  def temporary(remat: str) -> int:
-    f = gradient(dataclasses.replace(m, remat=remat), ids)
-    return f.lower(params).compile().memory_analysis().temp_size_in_bytes
-
-  assert temporary("full") < 0.6 * temporary("none")
 
 
 @pytest.mark.parametrize(("unroll", "barriers"), [(1, False), (0, True)])
@@ -188,15 +147,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logits():
 @pytest.mark.parametrize(
   ("layers", "heads", "vocab", "millions"),
   [
-    (6, 8, 32768, 35.7),
-    (9, 12, 32768, 88.9),
-    (12, 16, 32768, 184.5),
-    (15, 20, 32768, 336.9),
-    (18, 24, 32768, 559.9),
-    (24, 32, 32768, 1275),
-    (30, 40, 32768, 2443),
-    (36, 48, 32768, 4178),
-    (48, 64, 32768, 9798),
+    *[(6, 8, 32768, 35.7), (18, 24, 32768, 559.9), (48, 64, 32768, 9798)],
   ],
 )
 def test_parameter_counts_give_the_papers_names(layers, heads, vocab, millions):

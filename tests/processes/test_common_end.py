@@ -1,23 +1,20 @@
 """Processes agree on the launch after which all end; here they are threads."""
 
-import os
-import pathlib
 import queue
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
+import running
 from threads import at_once, connected, free_port
 
 from diloco.log import metrics
 from diloco.processes import common_end
 from diloco.processes.common_end import CommonEnd
 
-ROOT = pathlib.Path(__file__).parents[2]
 # A process of a run that waits one second for a common end.
 IMPATIENT = """
 import runpy
@@ -104,19 +101,14 @@ def test_threads_that_ask_at_once_start_one_timer(monkeypatch):
 @pytest.mark.integration("stops a process of two")
 def test_sigterm_ends_a_process_that_waits_for_a_suspended_one(tmp_path):
   # tests/process_config.py wants two devices.
-  port, env = free_port(), {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+  port = free_port()
 
   def start(i: int) -> subprocess.Popen:
     config = ("--config=tests/process_config.py", "--config.checkpoint.every=0")
     joined = (f"--coordinator=localhost:{port}", "--num_processes=2")
-    command = [sys.executable, "-c", IMPATIENT, *config, *joined, f"--process_id={i}"]
-    return subprocess.Popen(
-      [*command, "--config.train.steps=100000", f"--workdir={tmp_path}"],
-      cwd=ROOT,
-      env=env,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
+    more = ("--config.train.steps=100000", f"--workdir={tmp_path}")
+    words = ["-c", IMPATIENT, *config, *joined, *more, f"--process_id={i}"]
+    return running.start(*words, stderr=subprocess.PIPE)
 
   processes = [start(0), start(1)]
   try:

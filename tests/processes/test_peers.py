@@ -106,7 +106,7 @@ HELLOS = (
 )
 
 
-def test_what_is_no_hello_disturbs_nobody(monkeypatch):
+def test_what_is_no_hello_and_a_port_scan_disturb_nobody(monkeypatch):
   monkeypatch.setattr(peers_lib, "_HELLO_S", 1.0)
   port, found = free_port(), {}
   waiting = threading.Thread(target=lambda: found.update(meet([0], 2, port=port)))
@@ -125,6 +125,8 @@ def test_what_is_no_hello_disturbs_nobody(monkeypatch):
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.CANCELLED,
       )
+  for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", os.urandom(100)):
+    scan(port, junk)
   found |= meet([1], 2, port=port)
   waiting.join(30)
   gathered = at_once(lambda i: found[i].all_gather(i), range(2))
@@ -154,19 +156,6 @@ def test_nobody_else_reaches_a_run_at_localhost():
   with pytest.raises(ConnectionRefusedError):
     socket.create_connection(("127.0.0.2", port))  # An address of this machine.
   at_once(lambda i: peers[i].close(), range(2))
-
-
-def test_a_port_scan_disturbs_nobody():
-  port, found = free_port(), {}
-  waiting = threading.Thread(target=lambda: found.update(meet([0], 2, port=port)))
-  waiting.start()
-  for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", os.urandom(100)):
-    scan(port, junk)
-  found |= meet([1], 2, port=port)
-  waiting.join(30)
-  gathered = at_once(lambda i: found[i].all_gather(i), range(2))
-  assert gathered == {i: [0, 1] for i in range(2)}
-  at_once(lambda i: found[i].close(), range(2))
 
 
 def scan(port: int, junk: bytes) -> None:
@@ -374,18 +363,15 @@ Peers.meet({address!r}, 3, 0, 60).all_gather(None)"""
   assert [line.startswith(message) for line in said] == [True, True]
 
 
-def test_one_process_alone_needs_nobody():
+def test_one_process_alone_needs_nobody_and_fails_with_a_sentence(capfd):
   alone = Peers()
   assert alone.all_gather("x") == ["x"]
   assert alone.broadcast("x") == "x"
   alone.report(1)
   assert list(alone.reports()) == [[1]]
   alone.close()
-
-
-def test_one_process_alone_fails_with_a_sentence(capfd):
   with pytest.raises(SystemExit) as ended:
-    Peers().fail("no data.", code=2)
+    alone.fail("no data.", code=2)
   assert ended.value.code == 2
   assert capfd.readouterr().err == "error: no data.\n"
 

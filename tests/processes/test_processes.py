@@ -7,11 +7,11 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
+import running
 from threads import free_port
 
 from diloco.errors import ConfigError
@@ -19,6 +19,7 @@ from diloco.log import metrics
 from diloco.processes import distributed as processes
 
 ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = f"--config={ROOT / 'tests' / 'process_config.py'}"
 # These depend on fsdp: every shard sends the parameters that fsdp does not divide.
 BYTES = ("bytes", "bytes_sent", "peak_bytes")
 KINDS = ("step", "send", "receive")
@@ -30,25 +31,15 @@ NORMS = ("grad_norm", "grad_norm_per_replica", "update_norm")
 @pytest.fixture(scope="module")
 def launch():
   """A function that starts the launcher with n processes and pipes its output."""
-  env = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)]),
-    "JAX_PLATFORMS": "cpu",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    # Slow tests compile as users do: some ask for the same bits of other programs.
-    "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-  }
+  # Slow tests compile as users do: some ask for the same bits of other programs.
+  env = running.environment(XLA_FLAGS=os.environ.get("XLA_FLAGS", ""))
   started = []
 
   def start(n: int, workdir: pathlib.Path, *args: str, devices: int = 1):
-    command = [
-      *(sys.executable, "-m", "diloco.cli.launch_local"),
-      *(f"-n{n}", f"--devices={devices}", "--"),
-      *(f"--config={ROOT / 'tests' / 'process_config.py'}", f"--workdir={workdir}"),
-      *args,
-    ]
+    command = ["-m", "diloco.cli.launch_local", f"-n{n}", f"--devices={devices}", "--"]
+    command += [CONFIG, f"--workdir={workdir}", *args]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes)
+    process = running.start(*command, env=env, **pipes)
     started.append(process)
     return process
 
@@ -165,17 +156,11 @@ def test_only_process_0_writes(two):
 
 
 @pytest.mark.slow("runs that go on elsewhere")
-def test_a_run_of_two_processes_goes_on_in_one_on_four_devices(launch, two, tmp_path):
+@pytest.mark.parametrize(("n", "devices"), [(1, 4), (4, 1)])
+def test_a_run_of_two_processes_goes_on_elsewhere(launch, two, tmp_path, n, devices):
   rewind(two[0], tmp_path / "run")
-  output = finish(launch(1, tmp_path / "run", "--config.mesh.fsdp=2", devices=4))
+  output = finish(launch(n, tmp_path / "run", "--config.mesh.fsdp=2", devices=devices))
   assert "Going on from the checkpoint of step 42" in output
-  assert_same_training(tmp_path / "run", two[0], rtol=2e-4, steps=AFTER_42, but=BYTES)
-
-
-@pytest.mark.slow("runs that go on elsewhere")
-def test_a_run_of_two_processes_goes_on_in_four(launch, two, tmp_path):
-  rewind(two[0], tmp_path / "run")
-  finish(launch(4, tmp_path / "run", "--config.mesh.fsdp=2"))
   assert_same_training(tmp_path / "run", two[0], rtol=2e-4, steps=AFTER_42, but=BYTES)
 
 
@@ -259,14 +244,9 @@ peers.close()
 @pytest.mark.slow("waits 35 seconds")
 def test_a_process_may_come_late_to_the_first_exchange():
   # Gloo waits at most half a minute for a connection.
-  env = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
   address = f"localhost:{free_port()}"
   processes = [
-    subprocess.Popen(
-      [sys.executable, "-c", LATE, str(i), address],
-      **{"env": env, "text": True, "stdout": subprocess.PIPE},
-    )
-    for i in range(2)
+    running.start("-c", LATE, str(i), address, stdout=subprocess.PIPE) for i in range(2)
   ]
   try:
     found = [p.communicate(timeout=300)[0] for p in processes]
@@ -334,37 +314,29 @@ def test_a_process_killed_during_an_exchange_ends_the_others(launch, tmp_path, k
 
 
 @pytest.mark.slow("stops processes, then goes on")
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_one_process_saves_the_same_step_on_all(
-  launch, two, tmp_path, signum
+@pytest.mark.parametrize(
+  ("target", "signum", "said"),
+  [
+    # Process 0 gets SIGTERM from the launcher.
+    ("process 1", signal.SIGTERM, "SIGTERM"),
+    ("process 1", signal.SIGINT, "SIGTERM"),
+    ("launcher", signal.SIGINT, "Ctrl-C"),
+  ],
+)
+def test_a_signal_saves_the_same_step_on_all(
+  launch, two, tmp_path, target, signum, said
 ):
   run = launch(2, tmp_path, "--config.checkpoint.every=0")
   await_path(run, "metrics.jsonl", tmp_path)
   while not (tmp_path / "metrics.jsonl").stat().st_size:
     assert run.poll() is None
     time.sleep(0.05)
-  os.kill(pid_of(run, 1), signum)
+  os.kill(run.pid if target == "launcher" else pid_of(run, 1), signum)
   output, _ = run.communicate(timeout=600)
   assert run.returncode == (130 if signum == signal.SIGINT else 0), output[-5000:]
   assert "Traceback" not in output
-  [step] = re.findall(r"SIGTERM: saved step (\d+)", output)  # Process 0 got SIGTERM.
+  [step] = re.findall(rf"{said}: saved step (\d+)", output)
   assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [step]
-  finish(launch(2, tmp_path, "--config.checkpoint.every=0"))
-  assert_same_training(tmp_path, two[0], rtol=0)
-
-
-@pytest.mark.slow("stops processes, then goes on")
-def test_an_interrupt_of_the_launcher_saves_once(launch, two, tmp_path):
-  run = launch(2, tmp_path, "--config.checkpoint.every=0")
-  await_path(run, "metrics.jsonl", tmp_path)
-  while not (tmp_path / "metrics.jsonl").stat().st_size:
-    assert run.poll() is None
-    time.sleep(0.05)
-  run.send_signal(signal.SIGINT)
-  output, _ = run.communicate(timeout=600)
-  assert run.returncode == 130, output[-5000:]
-  assert len(re.findall(r"Ctrl-C: saved step \d+", output)) == 1
-  assert "Traceback" not in output
   finish(launch(2, tmp_path, "--config.checkpoint.every=0"))
   assert_same_training(tmp_path, two[0], rtol=0)
 
@@ -389,21 +361,14 @@ runpy.run_module("diloco.main", run_name="__main__", alter_sys=True)
 
 @pytest.mark.integration("starts two processes")
 def test_two_commands_that_differ_end_with_the_field(tmp_path):
-  address = f"localhost:{free_port()}"
-  flags = [
-    f"--workdir={tmp_path / 'run'}",
-    f"--config={ROOT / 'tests' / 'process_config.py'}",
-    *(f"--coordinator={address}", "--num_processes=2"),
-  ]
-  env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
-  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+  flags = [CONFIG, f"--workdir={tmp_path / 'run'}", "--num_processes=2"]
+  flags.append(f"--coordinator=localhost:{free_port()}")
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
   own = [
     ["-m", "diloco.main", *flags, "--process_id=0"],
     ["-c", LATE_EXIT, *flags, "--process_id=1", "--config.checkpoint.every=20"],
   ]
-  both = [
-    subprocess.Popen([sys.executable, *a], cwd=ROOT, env=env, **pipes) for a in own
-  ]
+  both = [running.start(*words, **pipes) for words in own]
   for process in both:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 2, output[-5000:]
@@ -434,15 +399,10 @@ def test_auto_without_a_cluster_is_refused(monkeypatch):
 
 
 def test_auto_finds_slurm(monkeypatch):
-  for name, value in {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_NODELIST": "node[03-04]",
-    "SLURM_NTASKS": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_NUM_NODES": "1",
-  }.items():
-    monkeypatch.setenv(name, value)
+  slurm = "JOB_ID=7 STEP_NODELIST=node[03-04] NTASKS=1 PROCID=0 LOCALID=0"
+  for setting in f"{slurm} STEP_NUM_NODES=1".split():
+    name, _, value = setting.partition("=")
+    monkeypatch.setenv(f"SLURM_{name}", value)
   assert processes.initialize(None, None, None, auto=True).count == 1
 
 

@@ -84,15 +84,7 @@ def sparse(name: str) -> dict[str, float]:
 CLAIMS = {
   "With alpha = 0, tau = 5 costs": lambda: (tau(5, some=SCORED), eight()),
   "With alpha = 0, tau = 10 costs": lambda: (tau(10), tau(1)),
-  "With alpha = 0.5, tau = 5 costs": lambda: (
-    tau(5, 0.5, some=SCORED),
-    tau(1, 0.5, some=SCORED),
-  ),
   "With alpha = 0.5, tau = 10 costs": lambda: (tau(10, 0.5), tau(1, 0.5)),
-  "A second replica with tau = 5 costs": lambda: (
-    tau(1, 0.5, 5, SCORED),
-    tau(1, 0.5, some=SCORED),
-  ),
   "Freezing the other fragments": lambda: (of_config(fedpart__on=True), of_config()),
   "At the bytes of 4 bits, top-k is": lambda: (sparse("topk"), of_config()),
   "At the bytes of 4 bits, DARE is": lambda: (sparse("dare"), of_config()),

@@ -10,26 +10,14 @@ from diloco.reproduce import figures, tables
 from diloco.reproduce import runs as runs_lib
 from diloco.util.palette import COLORS, shades
 
-FIELDS = [
-  "algorithm",
-  "replicas",
-  "params",
-  "sync_every",
-  "learning_rate",
-  "outer_learning_rate",
-  "batch_sequences",
-  "seq_len",
-  "tokens",
-  "seed",
-  "status",
-  "loss",
-]
+FIELDS = "algorithm replicas params sync_every learning_rate outer_learning_rate"
+FIELDS += " batch_sequences seq_len tokens seed status loss"
 
 
 def write(path: pathlib.Path, rows) -> pathlib.Path:
   with path.open("w", newline="") as file:
     writer = csv.writer(file)
-    writer.writerow(FIELDS)
+    writer.writerow(FIELDS.split())
     writer.writerows(rows)
   return path
 

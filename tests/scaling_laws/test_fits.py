@@ -36,45 +36,6 @@ def test_two_points_give_the_line_through_them_and_no_interval():
   assert found.predict_interval(1e7) is None
 
 
-def coverage(n, m, laws, shared=0.0):
-  """Returns the share of laws whose 90% intervals hold A, alpha (beta) and a new run.
-
-  `shared` is the part of the variance that the runs of one N have in common.
-  """
-  law, rng, hits = PowerLaw(20, -0.1, 0.02), np.random.default_rng(0), []
-  sizes, which = np.unique(n, return_inverse=True)
-  for _ in range(laws):
-    exact = law.A * n**law.alpha * (1 if m is None else m**law.beta)
-    own, common = rng.normal(0, 0.01, len(n)), rng.normal(0, 0.01, len(sizes))[which]
-    error = np.sqrt(1 - shared) * own + np.sqrt(shared) * common
-    found = fit_power_law(n, exact * np.exp(error), m)
-    new = law(1e10) * np.exp(rng.normal(0, 0.01))
-    pairs = [(getattr(law, k), i) for k, i in found.interval().items()]
-    pairs.append((new, found.predict_interval(1e10)))
-    hits.append([low < true < high for true, (low, high) in pairs])
-  return np.mean(hits, 0)
-
-
-@pytest.mark.parametrize("points", [3, 4, 5, 7])
-def test_intervals_of_few_points_hold_90_per_cent(points):
-  # The standard deviation of a share of 600 laws is 0.012. Percentiles of resampled
-  # parameters would give 0.6 at n = 3, 0.8 at n = 5 and 0.84 at n = 7.
-  found = coverage(np.geomspace(35e6, 2.4e9, points), None, 600)
-  assert found == pytest.approx([0.9] * 3, abs=0.04)
-
-
-@pytest.mark.parametrize(("sizes", "shared"), [(3, 0), (3, 0.5), (7, 0), (7, 0.5)])
-def test_intervals_of_a_joint_law_hold_at_least_90_per_cent(sizes, shared):
-  # Runs of one N may miss the law together. If the intervals assumed independent
-  # errors, the shares of A and alpha would be 0.68 at seven sizes.
-  n = np.tile(np.geomspace(35e6, 2.4e9, sizes), 4)
-  m = np.repeat([1.0, 2.0, 4.0, 8.0], sizes)
-  found = coverage(n, m, 400, shared)
-  assert (found > 0.87).all()
-  if sizes == 7:
-    assert found == pytest.approx([0.93] * 4, abs=0.05)
-
-
 def test_errors_of_a_joint_law_are_those_of_the_jackknife():
   # CR3 adds up how far the estimate moves when one size N is left out.
   n, m = np.tile(N, 3), np.repeat([1.0, 2.0, 8.0], len(N))

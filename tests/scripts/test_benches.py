@@ -1,14 +1,9 @@
 """The benchmarks run to their tables; what they measure is not judged here."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
-
-ROOT = pathlib.Path(__file__).parents[2]
+import running
 
 ACCELERATOR = "bench_accelerator.py --sizes=105k --attention=xla --remat=none"
 CONFIG = "--config=tests/tiny_config.py"
@@ -17,16 +12,9 @@ TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 
 def run(command: str, **environment: str) -> str:
   """Runs a script and its arguments; returns its output."""
-  paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
   script, *arguments = command.split()
-  ended = subprocess.run(
-    [sys.executable, f"scripts/benchmarks/{script}", *arguments],
-    cwd=ROOT,
-    env={**os.environ, "PYTHONPATH": paths, **environment},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
+  env = running.environment(**environment)
+  ended = running.python(f"scripts/benchmarks/{script}", *arguments, env=env)
   assert ended.returncode == 0, ended.stderr[-2000:]
   return ended.stdout
 

@@ -114,26 +114,20 @@ def test_fields_are_set_as_for_the_trainer(capsys):
   assert gbits[2] == pytest.approx(gbits[0] * 0.1 * (4 + 70 / 3) / 4, rel=0.05)
 
 
+GIVEN = {
+  **{"tau": "--config.overlap.tau", "bits": "--config.wire.format"},
+  **{"replicas": "--config.replicas", "sync_every": "--config.sync_every"},
+  **{"fragment_size": "--config.fragments.size", "layers": "--config.model.num_layers"},
+}
+
+
 @pytest.mark.parametrize(
   ("args", "message"),
   [
     *(
-      (
-        f"bandwidth {{}} --{name}={value}",
-        f"--config gives {name}; set {field} instead",
-      )
-      for name, value, field in (
-        ("tau", 1, "--config.overlap.tau"),
-        ("bits", 4, "--config.wire.format"),
-        ("method", "diloco", "--config.algorithm"),
-        ("replicas", 2, "--config.replicas"),
-        ("sync_every", 100, "--config.sync_every"),
-        ("fragment_size", 3, "--config.fragments.size"),
-        ("params", 1e9, "--config.model.dim"),
-        ("layers", 3, "--config.model.num_layers"),
-      )
+      (f"bandwidth {{}} --{name}=2", f"--config gives {name}; set {field} instead")
+      for name, field in GIVEN.items()
     ),
-    ("utilisation {} --gbits=1 --replicas=2", "set --config.replicas instead."),
     ("wallclock {} --tokens=1e9", "set --config.train.tokens instead."),
     ("wallclock {} --outer_bits=4", "set --config.wire.format instead."),
     ("wallclock {} --network=fast", "network is 'fast', but must be one of high, med"),
@@ -143,17 +137,10 @@ def test_fields_are_set_as_for_the_trainer(capsys):
       "bandwidth --method=diloco --tau=1",
       "--method=diloco ignores --tau; leave it out",
     ),
-    ("bandwidth --config.seed=1", "--config.seed needs a --config before it."),
     ("bandwidth {} --config.sed=1", "--config.sed is no field (did you mean seed?)"),
     ("bandwidth {}", "--chips is missing; give the number of chips of all replicas"),
-    ("bandwidth {} --step_time=0", "step_time is 0.0, but must be above 0"),
     ("bandwidth {} --chips=2 --mfu=5", "mfu is 5.0, but must be above 0 and at most 1"),
-    ("bandwidth --params=big", "--params is 'big'; write one such as 35M, 2.4B or 4e9"),
     ("wallclock --tokens=-1", "--tokens is '-1'; write one such as 35M, 2.4B or 4e9"),
-    (
-      "bandwidth --params=1B --layers=1001 --step_time=1",
-      "layers is 1001, but must be at least 1 and at most 1000",
-    ),
     ("figure c10 --out=/proc/none", "--out is '/proc/none', where nothing can"),
   ],
 )
@@ -171,11 +158,8 @@ def test_arguments_without_effect_are_refused(args, message, capsys):
     ("bandwidth --gbits=1", "unrecognized arguments: --gbits=1"),
     ("utilisation", "the following arguments are required: --gbits"),
     ("utilisation --gbits=nan", "--gbits: 'nan' is not a number from 1e-30 to 1e30"),
-    ("utilisation --gbits=1e-320", "--gbits: '1e-320' is not a number"),
-    ("utilisation --gbits=1,5", "--gbits: '1,5' is not a number"),
     ("bandwidth --layers=2.5", "--layers: '2.5' is not a whole number up to 12 digits"),
     ("bandwidth --sync_every=9999999999999", "--sync_every: '9999999999999' is not a"),
-    ("figures", "the following arguments are required: --out"),
     ("figure c10 --out=", "--out: it is empty; give a path"),
     ("table5", "invalid choice: 'table5'"),
   ],

@@ -4,8 +4,6 @@ import errno
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -111,17 +109,6 @@ def test_a_full_disk_while_preparing_names_the_file_and_the_remedy(
     " the quota, then the same command goes on from what it has saved.",
     error,
   )
-
-
-@pytest.mark.integration("starts a process")
-def test_the_trainer_refuses_an_address_before_it_makes_a_folder(tmp_path):
-  command = [sys.executable, "-m", "diloco.main", "--config=sample", "--workdir=gs:/b"]
-  ended = subprocess.run(
-    command, cwd=tmp_path, capture_output=True, text=True, check=False
-  )
-  assert ended.returncode == 2
-  assert ended.stderr.startswith("error: --workdir is 'gs:/b', an address; give")
-  assert not list(tmp_path.iterdir())
 
 
 def test_runs_around_a_folder_are_named(tmp_path):

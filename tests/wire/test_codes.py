@@ -138,24 +138,6 @@ def test_subnormal_float32_values_are_coded_exactly():
 
 
 @pytest.mark.parametrize("name", ["e3m0", "e2m1", "e4m3fn", "e1m1"])
-def test_stochastic_rounding_is_unbiased_and_goes_to_neighbours(name):
-  fmt = formats.parse_format(name)
-  x = np.float32([0.3, -0.9, 1.7, 0.011, 5.0, -3.3])
-  k = scale_exponents(fmt, np.abs(x).max(), True)
-  draws = 40_000
-  random_bits = jax.random.bits(jax.random.key(0), (draws, len(x)))
-  tiled = jnp.broadcast_to(x, random_bits.shape)
-  values = np.asarray(decode(fmt, codes_lib.encode(fmt, tiled, k, random_bits), k))
-  table = np.array([fmt.magnitude(c) for c in range(fmt.max_code + 1)]) * 2.0 ** int(k)
-  for i, v in enumerate(np.abs(x)):
-    above = table[np.searchsorted(table, v)]
-    below = table[np.searchsorted(table, v, side="right") - 1]
-    assert set(np.abs(values[:, i])) <= {np.float32(above), np.float32(below)}
-    spread = (above - below) / 2 / np.sqrt(draws)
-    assert abs(np.abs(values[:, i]).mean(dtype=np.float64) - v) <= 5 * spread + 1e-7
-
-
-@pytest.mark.parametrize("name", ["e3m0", "e2m1", "e4m3fn", "e1m1"])
 def test_stochastic_rounding_goes_up_exactly_below_the_probability(name):
   fmt, rng, k = formats.parse_format(name), np.random.default_rng(0), jnp.int32(-3)
   x = np.float32(fmt.max_value / 8) * rng.uniform(0.5, 1, 600).astype(np.float32)
@@ -216,7 +198,7 @@ def test_largest_magnitude_equals_numpy(n):
 
 
 @pytest.mark.parametrize("width", range(1, 9))
-@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 64, 101])
+@pytest.mark.parametrize("n", [1, 9, 101])
 def test_packing_round_trip_and_exact_size(width, n):
   codes = np.random.default_rng(n).integers(0, 1 << width, n).astype(np.uint8)
   code = codes_lib.pack(codes, width)
@@ -225,7 +207,7 @@ def test_packing_round_trip_and_exact_size(width, n):
 
 
 @pytest.mark.parametrize("width", range(1, 9))
-@pytest.mark.parametrize("shape", [(96,), (3, 64), (5, 7), (16, 30)])
+@pytest.mark.parametrize("shape", [(3, 64), (5, 7)])
 def test_packing_puts_every_bit_where_the_layout_says(width, shape):
   codes = np.random.default_rng(width).integers(0, 1 << width, shape).astype(np.uint8)
   n, group = codes.size, 8 // math.gcd(width, 8)
@@ -240,12 +222,3 @@ def test_packing_puts_every_bit_where_the_layout_says(width, shape):
       expected[at] |= (int(code) >> bit & 1) << place
   code = jax.jit(codes_lib.pack, static_argnums=1)(codes, width)
   np.testing.assert_array_equal(code, expected[: packed(n, width)])
-
-
-def test_two_codes_of_four_bits_fill_a_byte():
-  np.testing.assert_array_equal(
-    codes_lib.pack(jnp.uint8([0x1, 0xF, 0x2]), 4), [0xF1, 0x02]
-  )
-  np.testing.assert_array_equal(
-    codes_lib.pack(jnp.uint8([1, 2, 3, 4]), 4), [0x31, 0x42]
-  )

@@ -1,15 +1,12 @@
 """What transports carry between two processes, and which meshes they can serve."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 import types
 
 import jax
 import numpy as np
 import pytest
+import running
 from conftest import QUICK_TO_COMPILE
 from threads import free_port
 
@@ -19,25 +16,17 @@ from diloco.mesh.devices import make_mesh
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.wire import transport
 
-TESTS = pathlib.Path(__file__).parents[1]
-
 
 @pytest.fixture(scope="module")
 def processes():
   """What transports.py finds on two processes with four devices each."""
   address = f"localhost:{free_port()}"
   flags = "--xla_force_host_platform_device_count=4"
-  env = {
-    **os.environ,
-    "PYTHONPATH": str(TESTS.parent),
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"{flags} {QUICK_TO_COMPILE}",
-  }
+  env = running.environment(
+    JAX_PLATFORMS="cpu", XLA_FLAGS=f"{flags} {QUICK_TO_COMPILE}"
+  )
   started = [
-    subprocess.Popen(
-      [sys.executable, TESTS / "transports.py", str(i), address],
-      **{"env": env, "text": True, "stdout": subprocess.PIPE},
-    )
+    running.start("tests/transports.py", str(i), address, env=env, stdout=-1)
     for i in range(2)
   ]
   try:
@@ -49,36 +38,18 @@ def processes():
   return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-@pytest.mark.parametrize("name", ["device", "host"])
-def test_every_process_gets_the_payloads_of_all_replicas(processes, name):
+def test_two_processes_exchange_payloads(processes):
   for process in processes:
-    for shape, found in process[name]["carried"].items():
-      assert all(found.values()), (shape, found)
-
-
-@pytest.mark.parametrize("name", ["device", "host"])
-def test_connect_opens_all_connections_of_both_processes(processes, name):
-  for process in processes:
-    before, connected, afterwards = process[name]["connections"]
-    assert before < connected == afterwards
-
-
-def test_only_packed_payloads_between_devices_are_carried_behind_inner_steps(processes):
-  for process in processes:
+    for name in ("device", "host"):
+      for shape, found in process[name]["carried"].items():
+        assert all(found.values()), (shape, found)
+      before, connected, afterwards = process[name]["connections"]
+      assert before < connected == afterwards
+    # Only packed payloads between devices are carried behind inner steps.
     assert process["device"]["overlaps"]
     assert not process["host"]["overlaps"]
     assert not process["psum carries"]
-
-
-@pytest.mark.parametrize("exchange", ["gather", "psum"])
-def test_devices_carry_packed_codes_only(exchange):
-  packed = exchange == "gather"
-  mesh = type("FakeMesh", (), {"shape": {REPLICA: 2, FSDP: 1}})
-  assert transport.make_transport("device", mesh, packed).overlaps == packed
-
-
-def test_every_device_gets_its_part_of_the_mean_of_all_replicas(processes):
-  assert [process["mean"] for process in processes] == [True, True]
+    assert process["mean"]  # Every device has its part of the mean.
 
 
 @pytest.mark.parametrize(

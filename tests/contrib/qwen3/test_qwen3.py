@@ -62,15 +62,6 @@ def test_losses_agree_with_numpy(m):
   assert float(objective) == pytest.approx(whole, rel=1e-4)
 
 
-def test_a_position_sees_only_what_comes_before():
-  ids = draw(1, 1, 12)
-  other = ids.copy()
-  other[0, 7] = 3
-  a, b = (np.asarray(hidden_states(MODEL, make_params(MODEL), i)) for i in (ids, other))
-  np.testing.assert_array_equal(a[0, :7], b[0, :7])
-  assert np.abs(a[0, 7:] - b[0, 7:]).min(axis=0).max() > 0
-
-
 @pytest.mark.parametrize("lengths", [(5, 3, 4), (1, 1, 9, 1), (12,)])
 def test_masked_documents_do_not_see_each_other(lengths):
   m, params = dataclasses.replace(MODEL, segment_masks=True), make_params(MODEL)

@@ -237,11 +237,13 @@ def test_a_target_that_no_setting_reaches_is_told(capsys, monkeypatch):
     (SAMPLE, "the following arguments are required: --gbits"),
   ],
 )
-def test_mistakes_are_told(args, error):
-  typed = [sys.executable, "-m", "diloco", "plan", *args]
-  found = subprocess.run(typed, capture_output=True, text=True, cwd=ROOT, check=False)
-  assert found.returncode == 2
-  assert error in found.stderr
+def test_mistakes_are_told(args, error, capsys):
+  try:
+    status = command.main(["plan", *args])
+  except SystemExit as ended:
+    status = ended.code
+  assert status == 2
+  assert error in capsys.readouterr().err
 
 
 def test_a_plan_does_not_import_jax():
