@@ -41,10 +41,7 @@ QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
   QUICK_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 # {tier: what its tests need}; a test without a mark is in the default tier.
-TIERS = {
-  "integration": "processes, kills, sweeps, long compiles",
-  "slow": "minutes each",
-}
+TIERS = {"integration": "processes, kills, long compiles", "slow": "minutes each"}
 # These take longest, so they begin first, and the workers end together.
 FIRST = (
   *("test_layouts.py", "test_site_processes.py", "test_processes.py", "test_train.py"),

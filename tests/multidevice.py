@@ -21,19 +21,8 @@ import diloco
 from diloco.algorithm import optimizers, overlap, slices
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.outer import (
-  drain,
-  merge,
-  outer_step,
-  send,
-  update,
-)
-from diloco.algorithm.state import (
-  TrainState,
-  first_replica,
-  init_state,
-  replica_mean,
-)
+from diloco.algorithm.outer import drain, merge, outer_step, send, update
+from diloco.algorithm.state import TrainState, first_replica, init_state, replica_mean
 from diloco.aot import hlo
 from diloco.aot.programs import Programs
 from diloco.config import Config, resolve
@@ -142,16 +131,8 @@ def traffic(devices: int, **fields) -> dict:
     }
     if plan.transport.overlaps:  # A psum is a part of update.
       programs["transmit"] = transmit.lower(payload, mesh=mesh)
-      programs["hidden"] = overlap.overlapped_exchange.lower(
-        np.int32(3),
-        s.params,
-        s.opt_state,
-        [tokens] * 3,
-        tuned,
-        [payload],
-        c=c,
-        mesh=mesh,
-      )
+      given = np.int32(3), s.params, s.opt_state, [tokens] * 3, tuned, [payload]
+      programs["hidden"] = overlap.overlapped_exchange.lower(*given, c=c, mesh=mesh)
     texts = {name: p.compile().as_text() for name, p in programs.items()}
     real, *_ = send(*args, **wire)
   crossing = {
@@ -449,13 +430,12 @@ def main() -> None:
       "8": lambda: gradients(8),
       "accumulated": lambda: gradients(2, **{"train.accumulate": 2}),
     },
-    "averages": {
-      "8": lambda: averages(8),
-      "4 of 4": lambda: averages(4, replicas=4),
-    },
-    "coded_moments": {
-      "8": lambda: coded_moments(8),
-      "4 of 4": lambda: coded_moments(4, replicas=4),
+    **{
+      run.__name__: {
+        "8": lambda run=run: run(8),
+        "4 of 4": lambda run=run: run(4, replicas=4),
+      }
+      for run in (averages, coded_moments)
     },
     "whole_models": {"2 of 4": whole_models},
     "losses": {

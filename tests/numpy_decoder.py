@@ -6,15 +6,8 @@ import numpy as np
 from diloco.spec.fields import ModelConfig
 
 # Small enough for the reference and for float64.
-MODEL = ModelConfig(
-  num_layers=3,
-  dim=16,
-  num_heads=2,
-  ff_dim=32,
-  vocab_size=50,
-  seq_len=12,
-  dtype="float32",
-)
+SIZES = {"num_layers": 3, "dim": 16, "num_heads": 2, "ff_dim": 32}
+MODEL = ModelConfig(**SIZES, vocab_size=50, seq_len=12, dtype="float32")
 
 
 def norm(x, scale):

@@ -9,17 +9,10 @@ from diloco.contrib.qwen3 import Qwen3
 from diloco.spec.fields import ModelConfig
 
 # Small enough for the reference; heads of another size than dim / num_heads.
-MODEL = ModelConfig(
-  name="qwen3",
-  num_layers=3,
-  dim=16,
-  num_heads=4,
-  extensions=(Qwen3(kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-3),),
-  ff_dim=24,
-  vocab_size=50,
-  seq_len=12,
-  dtype="float32",
-)
+OWN = Qwen3(kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-3)
+SIZES = {"num_layers": 3, "dim": 16, "num_heads": 4, "ff_dim": 24}
+SIZES |= {"vocab_size": 50, "seq_len": 12}
+MODEL = ModelConfig(name="qwen3", **SIZES, extensions=(OWN,), dtype="float32")
 
 
 def with_own(m, **fields):
@@ -47,11 +40,8 @@ def numpy_qwen3(m, params, ids):
   x, own = p["embed"]["tokens"][ids], m.of(Qwen3)
   for layer in range(m.num_layers):
     b = jax.tree.map(lambda a, i=layer: a[i], p["blocks"])
-    h, att, parts = (
-      norm(x, b["attention_norm"]["scale"], own.norm_eps),
-      b["attention"],
-      [],
-    )
+    h, att = norm(x, b["attention_norm"]["scale"], own.norm_eps), b["attention"]
+    parts = []
     for head in range(m.num_heads):
       group = head // (m.num_heads // own.kv_heads)
       columns = lambda i: slice(i * own.head_dim, (i + 1) * own.head_dim)

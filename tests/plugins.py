@@ -47,15 +47,10 @@ def encode_feedback(wire, x_NxS, state, row, key):
 
 decode_feedback = compressors.COMPRESSORS["quantize"].decode
 
-compressors.register(
-  "signs", compressors.Compressor(encode_signs, decode_signs, size_signs)
-)
-compressors.register(
-  "feedback",
-  compressors.Compressor(
-    encode_feedback, decode_feedback, sizes.quantize, jnp.zeros_like
-  ),
-)
+signs = compressors.Compressor(encode_signs, decode_signs, size_signs)
+compressors.register("signs", signs)
+own = encode_feedback, decode_feedback, sizes.quantize, jnp.zeros_like
+compressors.register("feedback", compressors.Compressor(*own))
 
 
 class Bigram:

@@ -79,10 +79,8 @@ def test_every_training_has_a_config_that_is_accepted(page):
     name = next(word for word in words if word.startswith("--config="))
     fields = [re.sub(r"=(arrays|files):.*", "=sotu", w) for w in words]
     if fields != words:  # Text that other commands of the page prepare is not there.
-      fields += [
-        "--config.data.train_split=train",
-        "--config.data.eval_split=validation",
-      ]
+      data = "--config.data"
+      fields += [f"{data}.train_split=train", f"{data}.eval_split=validation"]
     load_config(name[9:], [w for w in fields if w.startswith("--config.")])
 
 

@@ -47,9 +47,7 @@ def test_a_registered_compressor_works_in_trainer_ledger_and_simulator(tiny, tmp
 
 
 @pytest.mark.parametrize("transport", first_of("whole runs", "device", "host"))
-def test_the_state_of_a_compressor_is_saved_and_resumed_exactly(
-  tiny, tmp_path, transport
-):
+def test_the_state_of_a_compressor_is_resumed_exactly(tiny, tmp_path, transport):
   tiny.wire.compressor, tiny.wire.format = "feedback", "e3m0"
   tiny.overlap.tau, tiny.overlap.transport, tiny.checkpoint.keep = 2, transport, 9
   # A fragment is in flight at steps 5 and 10, where checkpoints are written.
@@ -130,9 +128,7 @@ def test_a_later_paper_in_one_file_trains_resumes_and_is_counted(kind, tiny, tmp
   assert complete(saved) == c
 
 
-def test_fields_of_a_plugin_are_known_to_print_config_sweeps_and_simulators(
-  tiny, tmp_path
-):
+def test_fields_of_a_plugin_are_known_to_config_sweeps_and_simulators(tiny, tmp_path):
   c = resolve(with_method(tiny, "between syncs"))
   text = describe.text(saved_config(c, tmp_path))
   assert "mixing.every = 2 (default 0)" in text

@@ -108,9 +108,7 @@ def test_elsewhere_the_first_cell_installs(
   assert len(commands) == 1
 
 
-def test_elsewhere_without_a_wheel_the_first_cell_says_what_to_do(
-  monkeypatch, tmp_path
-):
+def test_without_a_wheel_the_first_cell_says_what_to_do(monkeypatch, tmp_path):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(subprocess, "run", None)
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -182,9 +180,7 @@ def test_the_simulators_answer_for_a_small_model(folder, capsys):
   assert "Gbit/s for 95%" in capsys.readouterr().out
 
 
-def test_two_places_take_a_number_each_and_a_third_one_ends(
-  folder, tmp_path, monkeypatch
-):
+def test_two_places_take_a_number_each_and_a_third_ends(folder, tmp_path, monkeypatch):
   monkeypatch.setenv("GROUP", str(tmp_path / "group"))
   assert [run("two_places", slice(2))["SITE"] for _ in range(2)] == [0, 1]
   with pytest.raises(SystemExit, match="Two places are there already"):

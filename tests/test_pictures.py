@@ -176,7 +176,10 @@ def test_a_picture_is_titled_labelled_whole_and_prints_on_white(name, run):
   for text in filter(Text.get_text, texts):
     ends = text.get_window_extent().get_points()
     assert ((low <= ends) & (ends <= high)).all(), text.get_text()
+  if name in ("s9", "c6"):
+    assert len(figure.legends) == 1
   for panel in panels:
+    assert name not in ("s9", "c6") or not panel.get_legend()
     for line in panel.lines:
       assert contrast(line.get_color()) > 1.9, line.get_label()
       assert not clipped(line), line.get_label()

@@ -61,9 +61,7 @@ def test_links_lead_to_pages_or_to_the_repository(target, source, link):
     ("![1](figures/wan.png)", "![1](figures/wan.png)"),
   ],
 )
-def test_without_a_public_repository_code_is_named_and_not_linked(
-  link, text, monkeypatch
-):
+def test_without_a_public_repository_code_is_not_linked(link, text, monkeypatch):
   monkeypatch.setattr(site_hooks, "URLS", {})
   page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="sites.md"))
   assert site_hooks.on_page_markdown(link, page, None, None) == text + "\n"

@@ -408,9 +408,7 @@ def test_jax_processes_unknown_to_the_peers_are_refused(tiny, tmp_path, monkeypa
     ),
   ],
 )
-def test_a_mistake_in_an_optimizer_is_found_before_a_run_begins(
-  tiny, tmp_path, fields, message
-):
+def test_a_mistake_in_an_optimizer_is_found_at_once(tiny, tmp_path, fields, message):
   tiny.update_from_flattened_dict(fields)
   with pytest.raises(ConfigError, match=message):
     train.train(tiny, tmp_path / "run")

@@ -66,9 +66,7 @@ def names(folder) -> list[str]:
 
 
 @pytest.mark.parametrize("part", ["state", "record"])
-def test_an_unreadable_checkpoint_is_moved_and_its_step_saved_again(
-  c, tmp_path, capsys, part
-):
+def test_an_unreadable_checkpoint_is_moved_and_saved_again(c, tmp_path, capsys, part):
   save(tmp_path, c, [10, 12])
   for _ in range(2):  # The second time unreadable/12 exists already.
     empty(tmp_path, 12, part)
@@ -130,9 +128,7 @@ def test_nothing_is_written_where_there_is_no_room(c, tmp_path, monkeypatch):
   assert open_checkpoints(tmp_path, c).restore().step == 12
 
 
-def test_a_clock_that_is_set_forward_during_a_save_changes_nothing(
-  c, tmp_path, monkeypatch
-):
+def test_a_clock_set_forward_during_a_save_changes_nothing(c, tmp_path, monkeypatch):
   clock, write, ahead = time.time, ocp.JsonCheckpointHandler._save_fn, []
   monkeypatch.setattr(time, "time", lambda: clock() + sum(ahead))
 
@@ -147,9 +143,7 @@ def test_a_clock_that_is_set_forward_during_a_save_changes_nothing(
   assert open_checkpoints(tmp_path, c).restore().step == 12
 
 
-def test_a_save_that_times_out_is_tried_again_with_the_next(
-  c, tmp_path, monkeypatch, capsys
-):
+def test_a_save_that_times_out_leaves_it_to_the_next(c, tmp_path, monkeypatch, capsys):
   finalize, saves = ocp.PyTreeCheckpointHandler.finalize, []
 
   def late_once(handler, directory):
@@ -258,9 +252,7 @@ def test_processes_end_at_once_when_one_cannot_write(c, tmp_path, full_disk):
   assert code == 1
 
 
-def test_a_lost_process_is_named_where_a_checkpoint_fails_for_it(
-  c, tmp_path, monkeypatch
-):
+def test_a_lost_process_is_named_where_a_save_fails_for_it(c, tmp_path, monkeypatch):
   def fail(*args, **kwargs):
     raise RuntimeError("UNAVAILABLE: the other process did not come to a barrier")
 
@@ -317,9 +309,7 @@ def test_two_processes_skip_a_checkpoint_that_neither_can_read(c, tmp_path):
   assert names(tmp_path / "unreadable") == ["12"]
 
 
-def test_two_processes_skip_a_checkpoint_that_one_reads_wrongly(
-  c, tmp_path, monkeypatch, capsys
-):
+def test_two_processes_skip_what_one_reads_wrongly(c, tmp_path, monkeypatch, capsys):
   save(tmp_path, c, [10, 12])
   read = damage.read_arrays
 
@@ -339,9 +329,7 @@ def test_two_processes_skip_a_checkpoint_that_one_reads_wrongly(
 
 
 @pytest.mark.parametrize("part", ["read_arrays", "read_record"])
-def test_a_checkpoint_that_only_one_process_cannot_read_ends_all(
-  c, tmp_path, monkeypatch, part
-):
+def test_a_checkpoint_that_one_process_misses_ends_all(c, tmp_path, monkeypatch, part):
   save(tmp_path, c, [10, 12])
   read = getattr(damage, part)
 
@@ -370,9 +358,7 @@ def test_a_checkpoint_that_only_one_process_cannot_read_ends_all(
     ({"overlap.transport": "sites"}, 4, False),
   ],
 )
-def test_a_run_that_goes_on_with_other_shards_is_warned(
-  tiny, monkeypatch, fields, before, warns
-):
+def test_going_on_with_other_shards_is_told(tiny, monkeypatch, fields, before, warns):
   said = []
   monkeypatch.setattr(resume.logging, "warning", said.append)
   tiny.update_from_flattened_dict(fields)

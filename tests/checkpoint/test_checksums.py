@@ -97,13 +97,6 @@ def test_a_flipped_bit_in_all_copies_or_in_one_is_noticed():
   assert checksums.changed(tree, saved, Peers()) == ["x"]
 
 
-def test_exchanged_and_zeroed_values_are_noticed():
-  x = array((4, 4), "float32")
-  saved = {"x": reference(x)}
-  for y in (x[::-1], x[:, ::-1], x.T, np.roll(x, 1), np.zeros_like(x)):
-    assert checksums.changed({"x": shards(y.copy(), (1, 1))}, saved, Peers()) == ["x"]
-
-
 def test_some_of_the_arrays_are_compared_and_all_must_have_a_checksum():
   x = jax.numpy.asarray(array((3,), "float32"))
   saved = checksums.compute({"a": x, "b": x}, Peers())

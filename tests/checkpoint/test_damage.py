@@ -97,9 +97,7 @@ def test_damage_of_the_only_checkpoint_is_told_in_one_sentence(saved, part):
   assert len(str(error.value)) < 500
 
 
-def test_a_damaged_checkpoint_is_named_and_does_not_stay_in_memory(
-  saved, monkeypatch, capsys
-):
+def test_a_damaged_checkpoint_is_named_and_leaves_memory(saved, monkeypatch, capsys):
   read, alive = damage.read_arrays, []
 
   def spy(*args):

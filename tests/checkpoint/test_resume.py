@@ -35,9 +35,7 @@ def short(tiny):
 
 
 @pytest.mark.parametrize("algorithm", first_of("whole runs", "diloco", "data_parallel"))
-def test_without_fragments_in_flight_an_extended_run_equals_a_long_run(
-  short, tmp_path, algorithm, capsys
-):
+def test_with_nothing_in_flight_extending_is_exact(short, tmp_path, algorithm, capsys):
   short.algorithm = algorithm
   first = train.train(short, tmp_path / "extended")
   short.train.steps = 14
@@ -109,9 +107,7 @@ def test_a_run_goes_on_with_no_other_value_of_a_field_that_counts(tiny, field, v
     *[("data.data_dir", "/x"), ("data.prefetch", 0), ("diagnostics.every", 3)],
   ],
 )
-def test_a_run_goes_on_with_another_value_of_a_field_that_changes_no_result(
-  tiny, field, value
-):
+def test_a_run_goes_on_with_another_value_that_changes_no_result(tiny, field, value):
   assert check(tiny, **{field: value}) == ""
 
 
@@ -194,9 +190,7 @@ def test_other_changes_are_refused(tiny, fields):
 
 
 @pytest.mark.integration("whole runs")
-def test_a_run_that_goes_on_with_a_changed_plugin_says_so_also_at_its_end(
-  short, tmp_path, monkeypatch, capsys
-):
+def test_a_changed_plugin_is_told_also_at_the_end(short, tmp_path, monkeypatch, capsys):
   plugin, workdir = tmp_path / "my_rate.py", tmp_path / "run"
   plugin.write_text("# One version.\n")
   monkeypatch.syspath_prepend(tmp_path)
@@ -232,9 +226,7 @@ def test_a_run_that_goes_on_with_a_changed_plugin_says_so_also_at_its_end(
     ({"inner.learning_rate": 1e-3, "seed": 1}, True, None),
   ],
 )
-def test_only_a_run_that_diverged_goes_on_with_lower_rates(
-  tiny, fields, diverged, allowed
-):
+def test_only_a_diverged_run_goes_on_with_lower_rates(tiny, fields, diverged, allowed):
   c = resolve(tiny)
   now = changed(c, fields)
   if allowed is None:

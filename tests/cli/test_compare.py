@@ -69,10 +69,7 @@ def test_the_table_has_what_differs_and_the_results(two):
 def test_a_field_that_differs_is_a_column(tmp_path):
   c = tiny_config()
   c.inner.learning_rate, c.overlap.alpha = 0.5, 0.25
-  folders = [
-    make_run(tmp_path / "a", config()),
-    make_run(tmp_path / "b", resolve(c)),
-  ]
+  folders = [make_run(tmp_path / "a", config()), make_run(tmp_path / "b", resolve(c))]
   text = compare.table([read_run.read(folder, folder.name) for folder in folders])
   assert "inner.learning_rate" in text
   assert "0.5" in text
@@ -89,9 +86,8 @@ def test_runs_that_differ_in_their_seeds_share_a_line(tmp_path):
     for name, (seed, loss) in losses.items()
   ]
   other = make_run(tmp_path / "x", config(sync_every=3))
-  head, _, titles, *lines = compare.table(
-    [*runs, read_run.read(other, "x")]
-  ).splitlines()
+  runs.append(read_run.read(other, "x"))
+  head, _, titles, *lines = compare.table(runs).splitlines()
   assert "step 12" in head
   assert "seed" in titles
   assert lines[0].startswith("run (n=3)")
@@ -222,9 +218,7 @@ def test_fields_that_change_no_result_are_no_columns_and_part_no_seeds(tmp_path)
   measured = tiny_config()
   update(measured, {"diagnostics.every": 2, "seed": 1})
   configs = {"s0": config(), "s1": resolve(measured)}
-  runs = [
-    read_run.read(make_run(tmp_path / name, c), name) for name, c in configs.items()
-  ]
+  runs = [read_run.read(make_run(tmp_path / n, c), n) for n, c in configs.items()]
   assert [len(group) for group in read_run.joined(runs)] == [2]
   assert "diagnostics" not in compare.table(runs)
 

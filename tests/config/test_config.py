@@ -157,11 +157,8 @@ def test_resolving_fills_in_and_is_idempotent():
   assert r.train.steps == 100_000_000 // (256 * 2048)
   assert r.train.tokens == r.train.steps * 256 * 2048
   assert r.inner.weight_decay == 1 / r.train.steps
-  assert (r.wire.format, tuple(r.overlap.taus), r.model.ff_dim) == (
-    "e3m0",
-    (1, 1),
-    2048,
-  )
+  taus = tuple(r.overlap.taus)
+  assert (r.wire.format, taus, r.model.ff_dim) == ("e3m0", (1, 1), 2048)
   assert resolve(r) == r
 
 

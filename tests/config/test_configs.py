@@ -284,16 +284,6 @@ def test_every_figure_and_table_with_losses_has_its_runs():
       assert item.rstrip("abc") in known or ablations.of_item(item), item
 
 
-def test_dolma_and_overtraining_change_the_data_and_the_budget():
-  _, c = load("streaming", "1B,data=dolma,tokens=100e9")
-  assert (c.model.seq_len, c.data.eval_split) == (2048, "train[99%:]")
-  assert c.train.tokens == pytest.approx(100e9, rel=1e-3)
-  _, c = load("chinchilla", "90M,M=1,overtrain=4,H=100")
-  assert (c.sync_every, c.train.tokens) == (100, pytest.approx(7.2e9, rel=1e-3))
-  assert (c.data.source, c.data.train_split) == ("tfds:dolma:1.0.0", "train")
-  assert (c.data.eval_source, c.data.eval_split) == ("tfds:c4/en:3.1.0", "validation")
-
-
 def test_hyperparameters_are_those_of_the_laws():
   for arg, how in (
     ("1.3B,M=4", ("joint", "streaming")),

@@ -35,14 +35,8 @@ ONE = {
 
 
 # Fragments of two layers and of the embedding, received two steps after they were sent.
-STREAMING = {
-  "algorithm": "streaming",
-  "sync_every": 4,
-  "fragments.size": 2,
-  "overlap.tau": 2,
-  "overlap.alpha": 0.25,
-  "wire.format": "fp32",
-}
+STREAMING = {"algorithm": "streaming", "sync_every": 4, "fragments.size": 2}
+STREAMING |= {"overlap.tau": 2, "overlap.alpha": 0.25, "wire.format": "fp32"}
 
 
 def make_config(**fields):
@@ -151,12 +145,9 @@ def assert_close(found, want):
   ("first", "second", "fields"),
   [(3 * H, 6 * H, {}), (1, 0, {}), (0, 5, {}), (3, 5, STREAMING)],
 )
-def test_des_loc_is_adam_with_states_averaged_at_their_own_periods(
-  first, second, fields
-):
-  c = make_config(
-    **{"des_loc.first_every": first, "des_loc.second_every": second, **fields}
-  )
+def test_des_loc_is_adam_with_states_averaged_at_own_periods(first, second, fields):
+  own = {"des_loc.first_every": first, "des_loc.second_every": second}
+  c = make_config(**own, **fields)
   params_M, outer, sent = by_package(c)
   want_M, want = by_hand(c)
   assert_close(params_M, want_M)
@@ -170,9 +161,7 @@ def test_des_loc_is_adam_with_states_averaged_at_their_own_periods(
 @pytest.mark.parametrize(
   ("every", "fields"), [(1, {"sync_every": 4}), (3, {"sync_every": 4}), (2, STREAMING)]
 )
-def test_sparta_averages_the_drawn_values_before_the_outer_step(
-  every, fields, monkeypatch
-):
+def test_sparta_averages_drawn_values_before_the_outer_step(every, fields, monkeypatch):
   """The masks come from the values that really change; their draw is tested below."""
   c = make_config(**{"sparta.share": 0.2, "sparta.every": every, **fields})
   masks = {

@@ -61,10 +61,8 @@ def computed(name: str) -> dict:
   with jax.set_mesh(mesh):
     found = {name: lower().as_text() for name, lower in programs.lower.items()}
     if c.joint_steps:
-      theta, opt_state = (
-        programs.state.outer.theta[0],
-        programs.state.outer.opt_state[0],
-      )
+      outer = programs.state.outer
+      theta, opt_state = outer.theta[0], outer.opt_state[0]
       found["follow"] = warm_start._accumulate.lower(
         *(theta, opt_state, theta, plan.tuned),
         momentum=c.of(warm_start.WarmStart).momentum,

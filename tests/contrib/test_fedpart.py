@@ -68,15 +68,10 @@ def test_fedpart_by_hand(tiny, monkeypatch):
 
   def tensors(tree):
     """{name: [layer 0, ...]}, with the embedding as one more layer."""
-    w, scale, e = (
-      tree["blocks"]["w"],
-      tree["blocks"]["norm"]["scale"],
-      tree["embed"]["e"],
-    )
-    return [
-      *([np.asarray(a), np.asarray(b)] for a, b in zip(w, scale)),
-      [np.asarray(e)],
-    ]
+    blocks = tree["blocks"]
+    of_blocks = zip(blocks["w"], blocks["norm"]["scale"])
+    layers = [*([np.asarray(a), np.asarray(b)] for a, b in of_blocks)]
+    return [*layers, [np.asarray(tree["embed"]["e"])]]
 
   def layer(state, n):
     """All arrays of a layer's optimizer state but the count of the schedule."""
@@ -160,9 +155,8 @@ def test_the_state_of_each_layer_is_sharded_like_the_parameters(tiny, lead):
     axes = {3: (None, "fsdp"), 2: ("fsdp",)}.get(x.ndim, ())
     assert at.spec == P(*lead, *axes)
     found.append(x.shape)
-  assert (
-    sorted(x for x in found if len(x) > 1) == [(3, 256, 128)] * 2 + [(512, 256)] * 2
-  )
+  found = sorted(x for x in found if len(x) > 1)
+  assert found == [(3, 256, 128)] * 2 + [(512, 256)] * 2
 
 
 def test_a_warm_start_trains_everything(tiny):

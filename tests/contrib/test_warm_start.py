@@ -107,9 +107,7 @@ def test_fragments_follow_and_momentum_grows_as_in_numpy(warm, tau, accumulates)
   warm=st.integers(0, 40),
   steps=st.integers(1, 60),
 )
-def test_a_due_fragment_follows_until_the_end_and_is_sent_later(
-  fragments, sync_every, warm, steps
-):
+def test_a_due_fragment_follows_and_is_sent_later(fragments, sync_every, warm, steps):
   cold = Schedule(fragments, sync_every, (0,))
   schedule = Schedule(fragments, sync_every, (0,), joint_steps=warm)
   sends = {p: [] for p in range(fragments)}

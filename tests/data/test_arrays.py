@@ -152,9 +152,7 @@ def test_flipped_bits_give_documents_or_one_sentence(folder, seed, flips, first)
     ("arrays:{}", "b/manifest.json does not exist; run `python"),
   ],
 )
-def test_a_source_that_is_not_the_folder_of_the_splits_is_refused(
-  tiny, folder, source, message
-):
+def test_a_source_that_is_no_folder_of_splits_is_refused(tiny, folder, source, message):
   tiny.data.source, tiny.data.train_split = source.format(folder.parent), "b"
   with pytest.raises(ConfigError) as error:
     config_lib.resolve(tiny)

@@ -178,9 +178,7 @@ def prepare_with(model: bytes, folder: pathlib.Path, text: pathlib.Path) -> None
 
 
 @pytest.mark.integration("whole runs")
-def test_a_run_goes_on_with_moved_data_and_refuses_others(
-  tiny, folder, tmp_path, monkeypatch, in_line
-):
+def test_only_moved_data_let_a_run_go_on(tiny, folder, tmp_path, monkeypatch, in_line):
   shipped = SHIPPED.read_bytes()
   tokens, workdir = tmp_path / "tokens", tmp_path / "run"
   prepare_with(shipped, tokens, folder)

@@ -106,9 +106,7 @@ def set_documents(monkeypatch):
 @pytest.mark.parametrize(("prefetch", "window"), [(3, 0), (3, 5), (0, -1)])
 # With EOS, documents fill sequences of 8 exactly: always, sometimes or seldom.
 @pytest.mark.parametrize("lengths", [[7] * 12, [15, 7] * 6, [6, 2, 10, 4, 22] * 3])
-def test_every_saved_position_resumes_bit_for_bit(
-  tiny, set_documents, lengths, prefetch, window
-):
+def test_every_position_resumes_exactly(tiny, set_documents, lengths, prefetch, window):
   set_documents(lengths)
   tiny.data.shuffle_window = window
   tiny.model.seq_len, tiny.data.prefetch = 8, prefetch
@@ -142,9 +140,7 @@ def test_the_window_shuffles_packed_sequences_and_keeps_all(tiny, set_documents)
 
 
 @pytest.mark.parametrize("lengths", [[7] * 12, [15, 7] * 6, [6, 2, 10, 4, 22, 1] * 3])
-def test_all_sequences_of_a_shard_are_shuffled_anew_in_each_epoch(
-  tiny, set_documents, lengths
-):
+def test_a_whole_shard_is_shuffled_anew_in_each_epoch(tiny, set_documents, lengths):
   set_documents(lengths)
   tiny.data.shuffle_window, tiny.model.seq_len = -1, 8
   c = config_lib.resolve(tiny)
@@ -444,9 +440,7 @@ def _texts(source):
     ({"train_split": "train[:0%]"}, ["no documents in", "'train[:0%]'", "train[:99%]"]),
   ],
 )
-def test_errors_about_missing_tfds_data_name_path_and_remedy(
-  tiny, standin, fields, says
-):
+def test_missing_tfds_data_are_told_with_path_and_remedy(tiny, standin, fields, says):
   tiny.data.source, tiny.data.data_dir = "tfds:c4/en:3.1.0", str(standin)
   tiny.data.update(fields)
   with pytest.raises(ConfigError) as error:
@@ -462,9 +456,7 @@ def test_errors_about_missing_tfds_data_name_path_and_remedy(
     (('"text": {"python', '"words": {"python'), r"no feature `text` but.*words"),
   ],
 )
-def test_tfds_data_of_the_wrong_kind_are_refused(
-  tiny, standin, tmp_path, change, message
-):
+def test_tfds_data_of_a_wrong_kind_are_told(tiny, standin, tmp_path, change, message):
   folder = tmp_path / "dolma" / "1.0.0"
   folder.mkdir(parents=True)
   for name in ("dataset_info.json", "features.json"):
@@ -502,9 +494,7 @@ def test_damaged_tfds_data_are_named(tiny, standin, tmp_path, damage):
     ({"data.shuffle_window": 7}, 224, "window is 7, which .* 224 .* at most 6"),
   ],
 )
-def test_exactly_as_many_tokens_as_fit_are_kept(
-  tiny, monkeypatch, fields, tokens, message
-):
+def test_exactly_as_many_tokens_are_kept(tiny, monkeypatch, fields, tokens, message):
   tiny.data.prefetch, tiny.data.shuffle_window = 0, 0
   tiny.update_from_flattened_dict(fields)
   c = config_lib.resolve(tiny)
@@ -515,9 +505,7 @@ def test_exactly_as_many_tokens_as_fit_are_kept(
   data_lib.TrainIterator(c).close()
 
 
-def test_an_evaluation_batch_of_exactly_as_many_tokens_as_fit_is_kept(
-  tiny, monkeypatch
-):
+def test_an_evaluation_batch_of_exactly_as_many_tokens_is_kept(tiny, monkeypatch):
   monkeypatch.setattr(pipeline, "MOST_TOKENS", 63)
   c = config_lib.resolve(tiny)
   with pytest.raises(ConfigError, match=r"eval.batch_size is 4, .* 64 .* at most 3"):

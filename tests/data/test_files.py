@@ -158,9 +158,7 @@ GOOD = json.dumps({"text": "good"}).encode()
   ],
 )
 @pytest.mark.parametrize("paragraphs", [False, True])
-def test_a_file_that_is_no_text_is_named_with_its_line(
-  tmp_path, name, content, message, paragraphs
-):
+def test_a_file_without_text_is_named(tmp_path, name, content, message, paragraphs):
   path = tmp_path / name
   path.write_bytes(content)
   file = files.make_file(path, paragraphs)

@@ -60,9 +60,7 @@ def as_arrays(tiny, folder, **changes):
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
-def test_arrays_hold_the_documents_of_their_source(
-  tiny, lines, tmp_path, in_line, add_bos
-):
+def test_arrays_hold_the_texts_of_their_source(tiny, lines, tmp_path, in_line, add_bos):
   for split in ("train", "eval"):
     made = prepare.tokenize(
       lines, split, "sotu_2048", tmp_path / "arrays" / split, unit_size=1000
@@ -82,9 +80,7 @@ def test_arrays_hold_the_documents_of_their_source(
 
 
 @pytest.mark.parametrize(("window", "add_bos"), [(0, False), (-1, True)])
-def test_a_run_reads_the_same_batches_from_arrays(
-  tiny, tmp_path, in_line, window, add_bos
-):
+def test_arrays_give_a_run_the_same_batches(tiny, tmp_path, in_line, window, add_bos):
   tiny.data.shuffle_window, tiny.data.add_bos = window, add_bos
   direct = config_lib.resolve(tiny)
   for split in ("train", "eval"):
@@ -137,9 +133,7 @@ class Killed(BaseException):
   pass
 
 
-def test_tokenizing_goes_on_after_a_kill_between_any_two_steps(
-  lines, tmp_path, in_line, monkeypatch
-):
+def test_tokenizing_goes_on_after_any_kill(lines, tmp_path, in_line, monkeypatch):
   """Every file appears by a rename; kills before and after each rename and unlink."""
   options = (lines, "train", "sotu_2048")
   prepare.tokenize(*options, tmp_path / "whole", unit_size=5000)
@@ -237,9 +231,7 @@ def test_a_folder_takes_one_preparation(lines, tmp_path, in_line):
   ("when", "new"),  # Instead of "one": a word as long, or a longer one.
   [("finished", "two"), ("interrupted", "three"), ("while it runs", "two")],
 )
-def test_a_text_that_changes_is_not_taken_for_the_one_before(
-  tmp_path, in_line, monkeypatch, when, new
-):
+def test_a_text_that_changes_is_another_text(tmp_path, in_line, monkeypatch, when, new):
   text, folder = tmp_path / "a.jsonl", tmp_path / "a"
   row = '{"text": "one"}\n'
   text.write_text(row * 9_000)  # Longer than the beginning and the end that count.
@@ -369,9 +361,7 @@ def test_splits_of_files_are_disjoint_and_complete_and_have_their_share(lines):
   assert held_out == [0, 20, 40]
 
 
-def test_compressed_files_are_tokenized_but_no_run_reads_them_directly(
-  tiny, lines, tmp_path, in_line
-):
+def test_compressed_files_are_tokenized_but_not_read(tiny, lines, tmp_path, in_line):
   plain = pathlib.Path(lines.removeprefix("files:")).parent
   for path in plain.iterdir():
     (tmp_path / f"{path.stem}.json.gz").write_bytes(gzip.compress(path.read_bytes()))
@@ -439,9 +429,7 @@ def tfrecord(tmp_path_factory):
   return root
 
 
-def test_arrays_from_tfrecord_slices_are_those_of_array_record(
-  tfrecord, tmp_path, in_line
-):
+def test_arrays_from_tfrecord_are_those_of_array_record(tfrecord, tmp_path, in_line):
   made = {}
   for name, size in (("standin", 1 << 19), ("tfrecord", 1 << 30)):
     args = "tfds:c4/en:3.1.0", "train[10%:90%]", "sotu_2048", tmp_path / name

@@ -183,12 +183,8 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
   assert said["tasks"][ITEMS] == trained
   assert said["loss"] == pytest.approx(summary["eval_loss"]["outer"], rel=1e-6)
   rows = [json.loads(line) for line in details.read_text().splitlines()]
-  assert [(r["item"], len(r["scores"])) for r in rows] == [
-    (0, 4),
-    (1, 2),
-    (2, 3),
-    (3, 5),
-  ]
+  found = [(r["item"], len(r["scores"])) for r in rows]
+  assert found == [(0, 4), (1, 2), (2, 3), (3, 5)]
   assert evaluate.main([f"--workdir={tmp_path}", "--tasks=boolq"]) == 2
   assert "is no task" in capsys.readouterr().err
   for more, message in (

@@ -274,10 +274,8 @@ def test_commands(trained, tmp_path, capsys):
   assert "argument --output: it is empty; give a path" in capsys.readouterr().err
   wrong = [f"--workdir={trained[0]}", f"--output={out}", "--format=hf"]
   assert export.main(wrong) == 2
-  said = (
-    "--format is 'hf', but of an architecture with model.name=decoder one can write"
-  )
-  assert f"{said} diloco; docs/models.md" in capsys.readouterr().err
+  said = "--format is 'hf', but of an architecture with model.name=decoder one can"
+  assert f"{said} write diloco; docs/models.md" in capsys.readouterr().err
   assert export.main([*wrong[:2], "--dtype=bfloat16"]) == 2
   assert "is bfloat16, which --format=diloco has not" in capsys.readouterr().err
   assert export.main([f"--workdir={tmp_path}", f"--output={out}"]) == 2

@@ -69,9 +69,7 @@ def test_metrics_of_the_newest_launch_are_not_fetched(tiny, tmp_path):
     ([8, 9, 23], [23]),  # A site that was late.
   ],
 )
-def test_a_step_is_logged_in_each_period_also_if_steps_are_skipped(
-  trained, logged, tiny, tmp_path
-):
+def test_a_step_of_each_period_is_logged_despite_skips(trained, logged, tiny, tmp_path):
   tiny.log.every, tiny.train.steps = 10, 24
   recorder, of_step = make_recorder(tiny, tmp_path), InnerMetrics(*[np.ones(1)] * 3)
   for t in trained:

@@ -36,9 +36,7 @@ def test_drawing_the_loss_keeps_the_backend(tiny, tmp_path):
   assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
 
 
-def test_a_picture_that_cannot_be_written_leaves_the_one_before(
-  tiny, tmp_path, monkeypatch
-):
+def test_a_picture_that_is_not_written_leaves_the_old_one(tiny, tmp_path, monkeypatch):
   add(tmp_path, step(1, 5.0))
   picture = LossPicture(tmp_path, resolve(tiny))
   before = picture.draw().read_bytes()

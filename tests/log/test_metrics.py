@@ -64,9 +64,7 @@ def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, wandb_runs):
   assert wandb_runs[0].logged == [{"step/loss": 1.0, "inner_step": 1}]
 
 
-def test_wandb_has_the_names_of_tensorboard_the_sample_and_the_results(
-  tiny, tmp_path, wandb_runs
-):
+def test_wandb_has_names_of_tensorboard_sample_and_results(tiny, tmp_path, wandb_runs):
   writer = metrics.MetricsWriter(tmp_path, config_lib.resolve(tiny))
   for record in RECORDS:
     values = {k: v for k, v in record.items() if k not in ("kind", "step")}
@@ -106,9 +104,7 @@ def test_a_line_cut_short_by_a_kill_spoils_no_other_line(tiny, tmp_path):
   assert path.read_bytes() == before
 
 
-def test_the_digest_of_the_held_out_tokens_is_that_of_the_last_evaluation(
-  tiny, tmp_path
-):
+def test_the_digest_of_held_out_tokens_is_that_of_the_last_evaluation(tiny, tmp_path):
   c = config_lib.resolve(tiny)
   saved = lambda: json.loads((tmp_path / "contents.json").read_text())
   start = lambda held_out: metrics.MetricsWriter(

@@ -79,9 +79,7 @@ class Log:
     ("11:12", [1, 4, 7, "start", 10, "stop"], 1),
   ],
 )
-def test_launches_of_several_steps_are_traced_whole(
-  tiny, tmp_path, monkeypatch, asked, calls, pauses
-):
+def test_launches_are_traced_whole(tiny, tmp_path, monkeypatch, asked, calls, pauses):
   tiny.profile.steps, made, log = asked, [], Log(tmp_path)
   add = lambda call: lambda *_, **__: made.append(call)
   monkeypatch.setattr(jax.profiler, "start_trace", add("start"))

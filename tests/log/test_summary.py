@@ -118,9 +118,7 @@ def test_a_baseline_that_cannot_be_compared_is_refused(tiny, plain, field, value
 
 
 @pytest.mark.integration("a whole run")
-def test_the_end_of_a_run_says_how_far_it_is_above_the_baseline(
-  tiny, plain, tmp_path, capsys
-):
+def test_a_run_says_how_far_it_is_above_the_baseline(tiny, plain, tmp_path, capsys):
   tiny.log.baseline = str(plain)
   found = train(tiny, tmp_path / "run")
   above = 100 * (found["eval_loss"]["outer"] / 2 - 1)

@@ -142,9 +142,7 @@ def test_a_cpu_computes_what_jax_computes(masks):
   ],
   ids=str,
 )
-def test_in_bfloat16_a_kernel_of_this_device_differs_from_float32_by_rounding(
-  name, shape
-):
+def test_in_bfloat16_a_kernel_differs_from_float32_by_rounding(name, shape):
   batch, length, heads, kv_heads, size = shape
   plain = ModelConfig(
     dim=heads * size,

@@ -62,9 +62,7 @@ def test_nobody_ends_if_nobody_asks():
 
 
 @pytest.mark.parametrize("over", [False, True])
-def test_without_a_common_launch_the_process_ends_unless_it_has_finished(
-  over, monkeypatch
-):
+def test_without_a_common_launch_a_process_ends_unless_finished(over, monkeypatch):
   monkeypatch.setattr(common_end, "PATIENCE", 0.1)
   peers, errors = connected(2), queue.SimpleQueue()
   monkeypatch.setattr(peers[1], "fail", errors.put)

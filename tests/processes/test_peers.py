@@ -78,9 +78,7 @@ def test_a_port_in_use_is_told(capfd):
     (1, 4, "as number 1 of 4, but 3 are expected and [0"),
   ],
 )
-def test_a_process_that_is_not_expected_is_told_and_the_others_go_on(
-  codes, capfd, number, count, reason
-):
+def test_an_unexpected_process_disturbs_nobody(codes, capfd, number, count, reason):
   address, found = f"localhost:{free_port()}", {}
   come = lambda i: found.update({i: Peers.meet(address, 3, i, 20)})
   threads = [threading.Thread(target=come, args=(i,)) for i in range(3)]
@@ -264,9 +262,7 @@ def raises_at_once(*args, **kwargs):
     (lambda *args, **kwargs: time.sleep(3), "within 1 s"),
   ],
 )
-def test_all_are_told_that_jax_does_not_start(
-  monkeypatch, codes, capfd, starts_jax, reason
-):
+def test_all_hear_of_a_jax_without_start(monkeypatch, codes, capfd, starts_jax, reason):
   monkeypatch.setattr(type(jax.config), "update", lambda *args: None)
   monkeypatch.setattr(jax.distributed, "initialize", starts_jax)
   address = f"localhost:{free_port()}"

@@ -180,9 +180,7 @@ def four_in_one_process(launch, tmp_path_factory):
 
 @pytest.mark.slow("four processes")
 @pytest.mark.parametrize("transport", ["device", "host"])
-def test_four_processes_train_like_one_with_the_same_devices(
-  launch, four_in_one_process, tmp_path, transport
-):
+def test_four_processes_are_like_one(launch, four_in_one_process, tmp_path, transport):
   finish(launch(4, tmp_path, FOUR, f"--config.overlap.transport={transport}"))
   # Every device has one replica and runs the same programs: no bit may differ.
   assert_same_training(tmp_path, four_in_one_process / "4 devices, codes", rtol=0)
@@ -206,7 +204,7 @@ def test_four_processes_train_like_one_with_the_same_devices(
 
 @pytest.mark.slow("four processes")
 @pytest.mark.parametrize("transport", ["device", "host"])
-def test_four_processes_train_like_one_device_without_codes(
+def test_without_codes_four_are_like_one(
   launch, four_in_one_process, tmp_path, transport
 ):
   finish(launch(4, tmp_path, FOUR, FP32, f"--config.overlap.transport={transport}"))
@@ -323,9 +321,7 @@ def test_a_process_killed_during_an_exchange_ends_the_others(launch, tmp_path, k
     ("launcher", signal.SIGINT, "Ctrl-C"),
   ],
 )
-def test_a_signal_saves_the_same_step_on_all(
-  launch, two, tmp_path, target, signum, said
-):
+def test_a_signal_saves_one_step_on_all(launch, two, tmp_path, target, signum, said):
   run = launch(2, tmp_path, "--config.checkpoint.every=0")
   await_path(run, "metrics.jsonl", tmp_path)
   while not (tmp_path / "metrics.jsonl").stat().st_size:

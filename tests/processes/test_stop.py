@@ -61,9 +61,7 @@ def collect():
   time.sleep(10)
 
 
-def test_an_interrupt_while_garbage_is_collected_is_raised_after_it(
-  interrupt_while_collecting, capfd
-):
+def test_an_interrupt_during_collection_is_raised(interrupt_while_collecting, capfd):
   before = signal.getsignal(AGAIN)
   with pytest.raises(KeyboardInterrupt), end_on_signal(Peers()):
     collect()
@@ -71,9 +69,7 @@ def test_an_interrupt_while_garbage_is_collected_is_raised_after_it(
   assert signal.getsignal(AGAIN) == before
 
 
-def test_an_interrupt_while_garbage_is_collected_leaves_time_to_save_a_step(
-  interrupt_while_collecting,
-):
+def test_an_interrupt_during_collection_leaves_time_to_save(interrupt_while_collecting):
   with end_on_signal(Peers()) as stop:
     gc.collect()
     stop.unsaved = True

@@ -83,9 +83,7 @@ class Fake:
     pass
 
 
-def test_the_page_has_every_claim_and_finished_runs_are_kept(
-  tmp_path, monkeypatch, capsys
-):
+def test_the_page_has_all_claims_and_keeps_finished_runs(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(reproduce, "Local", Fake)
   flags = [f"--out={tmp_path}", "--only=tau,evaluated", "--seeds=2", "--jobs=99"]
   assert reproduce.main([*flags, "--list"]) == 0
@@ -189,9 +187,7 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, flags, message):
 
 
 @pytest.mark.parametrize("flag", ["--list", "--report"])
-def test_a_run_that_is_refused_is_a_mistake_and_not_done(
-  tmp_path, monkeypatch, capsys, flag
-):
+def test_a_refused_run_is_a_mistake_and_not_done(tmp_path, monkeypatch, capsys, flag):
   sweep = tiny_sweep()
   config = sweep.config
 

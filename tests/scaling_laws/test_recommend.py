@@ -183,14 +183,11 @@ def test_a_note_names_the_algorithm_whose_laws_are_used(tmp_path, capsys, own_ro
   assert answer["dp_loss_measured"] == 2.224
   path = write(tmp_path / "runs.csv", own_rows)
   answer = ask(capsys, "--algorithm=diloco", "--params=2e6", f"--results={path}")
-  assert answer["notes"] == [
-    "no run of diloco was fitted: the laws are of streaming_joint."
-  ]
+  [note] = answer["notes"]
+  assert note == "no run of diloco was fitted: the laws are of streaming_joint."
 
 
-def test_the_budget_and_the_outer_rate_come_from_your_own_runs(
-  tmp_path, capsys, own_rows
-):
+def test_the_budget_and_the_outer_rate_are_of_your_own_runs(tmp_path, capsys, own_rows):
   path = write(tmp_path / "runs.csv", own_rows)
   answer = ask(capsys, "--params=4e6", f"--results={path}")
   assert answer["tokens_per_param"] == pytest.approx(6)

@@ -206,9 +206,7 @@ def test_columns_in_which_runs_alike_differ_are_named(tmp_path):
     ("tokens", 1e6, 4e6, "1e.07, M = 1 have 1e.06 and 4e.06 tokens .* differ in note"),
   ],
 )
-def test_runs_of_another_kind_are_not_the_best_of_a_cell(
-  tmp_path, column, usual, other, said
-):
+def test_runs_of_another_kind_win_no_cell(tmp_path, column, usual, other, said):
   """They have rates and batches of their own, and lower losses at one size."""
   table = as_file(make_runs((1,))).assign(**{column: usual}, note="usual")
   more = table[table["params"] == 1e7].assign(**{column: other}, note="other")

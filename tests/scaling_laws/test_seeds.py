@@ -17,9 +17,8 @@ ROWS = [
 
 
 def write(path, rows=ROWS, drop=()) -> str:
-  table = pd.DataFrame(rows, columns=COLUMNS).assign(
-    algorithm="diloco", batch_tokens=512
-  )
+  table = pd.DataFrame(rows, columns=COLUMNS)
+  table = table.assign(algorithm="diloco", batch_tokens=512)
   table.drop(columns=[*drop]).to_csv(path, index=False)
   return str(path)
 

@@ -170,9 +170,7 @@ def test_a_split_that_a_package_no_longer_has_is_removed(registry, tmp_path):
   assert found == [whole(page)]
 
 
-def test_a_package_that_is_not_reachable_is_left_out_and_named(
-  registry, tmp_path, capsys
-):
+def test_a_package_out_of_reach_is_left_out_and_named(registry, tmp_path, capsys):
   collect(tmp_path, (Package("debian", "none"), FIRST))
   assert "debian-none cannot be fetched (no such package); left out." in (
     capsys.readouterr().out

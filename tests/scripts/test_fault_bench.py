@@ -183,9 +183,7 @@ def test_a_kill_may_cut_off_the_newest_send_and_no_other(rounds, calendar):
 
 
 @pytest.mark.parametrize("tokens", [65, 31 * 64])
-def test_a_payload_with_more_or_other_tokens_than_its_steps_is_found(
-  tokens, rounds, calendar
-):
+def test_a_payload_with_other_tokens_than_its_steps_is_found(tokens, rounds, calendar):
   assert audit.check_tokens(1, rounds, calendar) == []
   rounds[2]["tokens"]["1"] = tokens
   (problem,) = audit.check_tokens(1, rounds, calendar)

@@ -163,9 +163,8 @@ def test_two_slices_of_two_hosts_train_one_run(cloud, tmp_path):
   run = ["run", "--config=diloco/tests/process_config.py", f"--workdir={workdir}"]
   run += ["--config.train.steps=300", "--config.replicas=4"]
   must(*run)  # Ends, as the connection does, while the processes go on.
-  await_that(
-    lambda: (workdir / metrics.FILE).is_file() and metrics.read(workdir, "step")
-  )
+  path = workdir / metrics.FILE
+  await_that(lambda: path.is_file() and metrics.read(workdir, "step"))
   refused = launch(*run)
   assert refused.returncode == 2
   assert refused.stderr.count("a run is there; stop it first.") == 4

@@ -78,9 +78,7 @@ def test_a_blocking_sync_in_closed_form(theirs):
     assert row.simulated(Link(0.97, 0.13)) == pytest.approx(expected)
 
 
-def test_the_link_of_nccl_is_the_best_for_diloco_and_better_for_local_sgd(
-  script, theirs
-):
+def test_the_link_of_nccl_is_best_for_diloco_and_better_for_local_sgd(script, theirs):
   diloco, local = starting(theirs, "DiLoCo"), starting(theirs, "local SGD")
   error = lambda rows, link: np.square(script.points(rows, link)).mean()
   best = LINKS["nccl"]

@@ -83,11 +83,13 @@ def _trace(step_s=0.1, sync_s=1.0, sends=10, payload=5000):
   return bench.Trace(records, samples)
 
 
-def test_a_row_of_a_known_trace():
-  trace = _trace()
+def _row(method="DiLoCo", rate=8e6, seconds=1000.0):
   c = bench.resolved(options(), "DiLoCo")
-  phase = bench.Phase(8e6, 10, 15, 95)
-  row = bench.row(c, "DiLoCo", phase, 1000.0, trace, 0.1)
+  return bench.row(c, method, bench.Phase(rate, 10, 15, 95), seconds, _trace(), 0.1)
+
+
+def test_a_row_of_a_known_trace():
+  row, c = _row(), bench.resolved(options(), "DiLoCo")
   assert row["steps"] == 80
   assert row["wall_s"] == pytest.approx(80 * 0.1 + 8 * 1.0)
   assert row["utilisation"] == pytest.approx(0.5)
@@ -97,7 +99,7 @@ def test_a_row_of_a_known_trace():
   tokens = c.train.batch_size * c.model.seq_len
   assert row["tokens_per_s"] == pytest.approx(80 * tokens / 16.0)
   with pytest.raises(RuntimeError, match=r"DiLoCo at 8 Mbit/s: the rate was set"):
-    bench.row(c, "DiLoCo", phase, 1e9, trace, 0.1)
+    _row(seconds=1e9)
 
 
 def test_compute_time_is_that_of_steps_without_an_exchange():
@@ -122,13 +124,11 @@ def test_predictions_have_closed_forms():
 
 
 def test_the_table_is_ordered_and_compares_bytes():
-  c = bench.resolved(options(), "DiLoCo")
-  rows = []
-  for method, sent in (("data-parallel", 4000.0), ("DiLoCo", 10.0)):
-    for rate in (8e6, 2e6):
-      phase = bench.Phase(rate, 10, 15, 95)
-      row = bench.row(c, method, phase, 1000.0, _trace(), 0.1)
-      rows.append({**row, "bytes_per_step": sent})
+  rows = [
+    {**_row(method, rate), "bytes_per_step": sent}
+    for method, sent in (("data-parallel", 4000.0), ("DiLoCo", 10.0))
+    for rate in (8e6, 2e6)
+  ]
   lines = bench.table(rows).splitlines()[2:]
   assert [line.split("|")[1:3] for line in lines] == [
     [" DiLoCo ", " 2 "],
@@ -140,10 +140,7 @@ def test_the_table_is_ordered_and_compares_bytes():
 
 
 def test_repeated_rows_are_one_line_with_their_range():
-  c = bench.resolved(options(), "DiLoCo")
-  phase = bench.Phase(8e6, 10, 15, 95)
-  row = bench.row(c, "DiLoCo", phase, 1000.0, _trace(), 0.1)
-  shares = (0.5, 0.7, 0.6)
+  row, shares = _row(), (0.5, 0.7, 0.6)
   rows = [{**row, "utilisation": share, "tokens_per_s": 10 * share} for share in shares]
   [line] = bench.table(rows).splitlines()[2:]
   assert line.split("|")[3] == " 60.0% (50.0% to 70.0%) "
@@ -160,9 +157,7 @@ def test_repeats_measure_a_rate_several_times_in_a_row():
 def test_results_of_other_methods_are_kept(tmp_path):
   given = bench.parse([f"--out={tmp_path}", "--methods", "Streaming"])
   assert bench.load(given) == []
-  c = bench.resolved(given, "DiLoCo")
-  phase = bench.Phase(8e6, 10, 15, 95)
-  row = bench.row(c, "DiLoCo", phase, 1000.0, _trace(), 0.1)
+  row = _row()
   bench.save(given, [{**row}, {**row, "method": "Streaming"}])
   [kept] = bench.load(given)
   assert kept.pop("method") == row.pop("method")

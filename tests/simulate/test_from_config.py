@@ -187,18 +187,13 @@ def test_small_models_have_small_fragments(capsys):
 def test_options_that_a_config_does_not_give_have_an_effect(capsys):
   found = {}
   for more in ("", "--latency=3", "--chips=2", "--mfu=0.2"):
-    args = (
-      f"utilisation --config={CONFIG} --gbits=0.001 --json --chips=1 {more}".split()
-    )
-    assert command.main(args) == 0
+    args = f"utilisation --config={CONFIG} --gbits=0.001 --json --chips=1 {more}"
+    assert command.main(args.split()) == 0
     found[more] = json.loads(capsys.readouterr().out)
   assert found["--latency=3"]["utilisation"] < found[""]["utilisation"]
-  assert found["--chips=2"]["step_time_s"] == pytest.approx(
-    found[""]["step_time_s"] / 2
-  )
-  assert found["--mfu=0.2"]["step_time_s"] == pytest.approx(
-    found[""]["step_time_s"] * 2
-  )
+  seconds = {more: answer["step_time_s"] for more, answer in found.items()}
+  assert seconds["--chips=2"] == pytest.approx(seconds[""] / 2)
+  assert seconds["--mfu=0.2"] == pytest.approx(seconds[""] * 2)
 
 
 def test_every_default_that_the_help_states_is_the_one_that_is_used():

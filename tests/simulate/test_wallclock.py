@@ -33,9 +33,7 @@ def test_compute_time_is_6nd_over_rq():
 
 
 @pytest.mark.parametrize(("method", "replicas"), [("data_parallel", 2), ("diloco", 1)])
-def test_data_parallel_and_one_replica_cross_datacentres_at_every_step(
-  method, replicas
-):
+def test_data_parallel_and_one_replica_cross_datacentres_each_step(method, replicas):
   run = wc.Training(1e9, 20e9, 2**20, method=method, replicas=replicas, sync_every=30)
   r, steps = 64, 20e9 / 2**20
   wide = 2 * 16e9 / 10e9 * (1 - 1 / r) + 0.01

@@ -125,9 +125,7 @@ def test_warm_starts_run_together(tmp_path):
 
 
 @pytest.mark.integration("groups of whole runs")
-def test_runs_that_were_stopped_together_go_on_together_or_alone(
-  tmp_path, alone, monkeypatch
-):
+def test_runs_stopped_together_go_on_together_or_alone(tmp_path, alone, monkeypatch):
   folders = folders_of(tmp_path, "streaming", POINTS[:3])
   take = together.Batches.__next__
 

@@ -93,9 +93,7 @@ def test_options_refuse_such_paths_in_one_sentence(path, capsys):
   assert error.count("\n") == 1
 
 
-def test_a_full_disk_while_preparing_names_the_file_and_the_remedy(
-  tmp_path, monkeypatch, capsys
-):
+def test_a_full_disk_is_told_with_file_and_remedy(tmp_path, monkeypatch, capsys):
   def full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -58,9 +58,7 @@ def test_two_processes_exchange_payloads(processes):
   # update reduces values instead (psum), there is no payload.
   [(True, 2, 2, 1), (True, 2, 1, 0), (True, 1, 2, 0), (False, 2, 2, 0)],
 )
-def test_devices_connect_only_if_they_will_carry_payloads_between_processes(
-  monkeypatch, packed, groups, processes, exchanges
-):
+def test_devices_connect_if_needed(monkeypatch, packed, groups, processes, exchanges):
   mesh = type("FakeMesh", (), {"shape": {REPLICA: groups, FSDP: 1}})
   devices, carried = transport.DeviceTransport(mesh, packed), []
   monkeypatch.setattr(jax, "process_count", lambda: processes)

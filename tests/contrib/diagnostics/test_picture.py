@@ -75,11 +75,8 @@ def test_the_last_spectrum_of_a_matrix_is_the_mean_of_all_layers():
 
 
 def test_only_replicas_that_merge_change_the_loss():
-  record = {
-    "step": 5,
-    "loss_before_merge": [2.0, None],
-    "loss_after_merge": [2.5, None],
-  }
+  losses = {"loss_before_merge": [2.0, None], "loss_after_merge": [2.5, None]}
+  record = {"step": 5, **losses}
   assert diagnostics.merges([record]) == {5: 0.5}
 
 

@@ -150,9 +150,7 @@ DECODER = {"model.name": "decoder"}
     ({"model.num_heads": 3}, "model.num_heads = 3 does not divide"),
   ],
 )
-def test_fields_that_an_architecture_cannot_have_are_refused(
-  tiny, algorithm, fields, message
-):
+def test_fields_that_no_architecture_has_are_refused(tiny, algorithm, fields, message):
   tiny.algorithm = algorithm
   conftest.update(tiny, {"qwen3.kv_heads": 0, "model.name": "qwen3"} | fields)
   with pytest.raises(ConfigError, match=message):

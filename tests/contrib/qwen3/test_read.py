@@ -114,9 +114,7 @@ def test_training_starts_there_and_a_resumed_run_does_not_read_it(tiny, tmp_path
     ({"init.checkpoint": "/nowhere"}, r"'/nowhere', whose config.json cannot be read"),
   ],
 )
-def test_another_architecture_is_named_before_compiling(
-  tiny, tmp_path, fields, message
-):
+def test_another_architecture_is_told_before_compiling(tiny, tmp_path, fields, message):
   make_folder(tiny, tmp_path)
   c = changed(resolve(tiny), fields)
   with pytest.raises(ConfigError, match=message):

@@ -101,9 +101,7 @@ CELLS = [
     ({"overlap.tau": 5, "overlap.taus": ()}, 1.21, (0.1**2 + 0.22**2) ** 0.5, ""),
   ],
 )
-def test_the_loss_between_and_beyond_what_was_measured(
-  sample, monkeypatch, fields, percent, half, note
-):
+def test_the_loss_beyond_measurements(sample, monkeypatch, fields, percent, half, note):
   monkeypatch.setattr(plan, "matrix_params", lambda m: n)
   fields = dict(fields)
   n = fields.pop("n", 1e6)
