@@ -46,6 +46,11 @@ def test_errors_of_a_joint_law_are_those_of_the_jackknife():
   low, high = whole.interval()["alpha"]
   t = 2.353363  # Student's for 90% on 5 - 2 degrees of freedom.
   assert (high - low) / 2 == pytest.approx(t * np.sqrt(np.square(off).sum()), rel=1e-5)
+  # The loss of a new run has the variance of the residuals, too.
+  off = [np.log(one.law(1e10, 2) / whole.law(1e10, 2)) for one in without]
+  variance = np.square(off).sum() + np.square(whole.residuals).sum() / (len(n) - 3)
+  low, high = np.log(whole.predict_interval(1e10, 2))
+  assert (high - low) / 2 == pytest.approx(t * np.sqrt(variance), rel=1e-5)
 
 
 def test_an_interval_equals_the_one_computed_by_hand():
