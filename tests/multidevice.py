@@ -260,9 +260,7 @@ def shards(compressor: str, rounding: str) -> dict[str, bool]:
   state_M = exchange.init_state(c.wire, jax.tree.map(jnp.asarray, delta_M))
   keys_M = jax.random.split(jax.random.key(1), 2)
   encode = lambda x, s: exchange.encode(c.wire, mesh, x, s, keys_M)
-  decode = lambda mesh: jax.jit(
-    lambda x: exchange.decode(c.wire, mesh, x, like, (None,))
-  )
+  decode = lambda at: jax.jit(lambda x: exchange.decode(c.wire, at, x, like, (None,)))
   with jax.set_mesh(mesh):
     sent, state_M = jax.jit(encode)(delta_M, state_M)
     found = decode(mesh)(sent)

@@ -97,9 +97,7 @@ def test_elsewhere_the_first_cell_installs(
     source = (here / place / name).as_uri()
   cell = re.sub('REPOSITORY = ".*?"', f'REPOSITORY = "{address}"', cell)
   commands = []
-  monkeypatch.setattr(
-    subprocess, "run", lambda command, check: commands.append(command)
-  )
+  monkeypatch.setattr(subprocess, "run", lambda words, check: commands.append(words))
   exec(cell, {})
   assert commands == [[*PIP, f"diloco{extra} @ {source}"]]
   assert pathlib.Path.cwd() == here

@@ -59,15 +59,8 @@ def test_the_core_cites_no_later_paper_and_names_no_plug_in():
   """Apart from eXmY's format and PaLM's count of FLOPs, and an example of a plug-in."""
   own = {"2501.18512", "2503.09799", "2405.13938", "2204.02311"}
   names = {*plugins.contrib()} - {"sparta"}
-  for folder in [
-    "algorithm",
-    "wire",
-    "spec",
-    "config",
-    "model",
-    "tokenizer",
-    "interop",
-  ]:
+  core = ["algorithm", "wire", "spec", "config", "model", "tokenizer", "interop"]
+  for folder in core:
     for path in (PACKAGE / folder).glob("*.py"):
       words = set(re.findall(r"[\w.]*\w", path.read_text()))
       assert {w for w in words if re.fullmatch(r"\d{4}\.\d{5}", w)} <= own, path

@@ -58,16 +58,12 @@ def test_a_cuda_plugin_of_another_version_is_named(monkeypatch):
 
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: "here")
   monkeypatch.setattr(topologies, "get_topology_desc", unknown)
-  with pytest.raises(
-    ConfigError, match=r"does not describe h100 .*install the version"
-  ):
+  with pytest.raises(ConfigError, match=r"does not describe h100 .*install the vers"):
     topology.describe("h100:8")
 
 
 def test_chips_that_do_not_exist(tiny):
-  with pytest.raises(
-    ConfigError, match=r"--topology=v1 is no chip; choose v5e, .*h200"
-  ):
+  with pytest.raises(ConfigError, match=r"topology=v1 is no chip; choose v5e, .*h200"):
     list(report.find(tiny, "v1", 1, quick=False))
 
 

@@ -269,9 +269,7 @@ def test_a_missing_package_is_named_with_a_remedy(package, extra, use, tmp_path,
 def test_other_programs_end_with_one_sentence(command, said):
   ended = running.python(*command.split())
   assert ended.returncode == 2
-  assert [line.startswith(f"error: {said}") for line in ended.stderr.splitlines()] == [
-    1
-  ]
+  assert [x.startswith(f"error: {said}") for x in ended.stderr.splitlines()] == [1]
 
 
 def test_the_trainer_ends_with_one_sentence(tmp_path):
@@ -283,9 +281,7 @@ def test_the_trainer_ends_with_one_sentence(tmp_path):
     ("--config.overlap.tau=99", "error: overlap.tau is 99, but"),
   ):
     flag = f"--workdir={tmp_path}/file"
-    ended = running.python(
-      "-m", "diloco.main", "--config=configs/sample.py", flag, word
-    )
+    ended = running.python("-m", "diloco.main", "--config=sample", flag, word)
     assert ended.returncode == 2
     assert [line[: len(said)] for line in ended.stderr.splitlines()] == [said]
   assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -56,12 +56,8 @@ def test_what_differs_is_named(ours, theirs, found):
 
 def test_models_may_differ_in_speed_only():
   ours = make({})
-  for field, value in (
-    ("model__dim", 16),
-    ("mine__heads", 4),
-    ("model__remat", "none"),
-  ):
-    theirs = make({}, **{field: value})
+  for field, x in (("model__dim", 16), ("mine__heads", 4), ("model__remat", "none")):
+    theirs = make({}, **{field: x})
     found = differing(ours, theirs, *model_fields(ours))
     assert [*found] == [field.replace("__", ".")] * (field != "model__remat")
     assert differing(ours, theirs) == {}

@@ -33,9 +33,7 @@ PAPERS = pathlib.Path(__file__).parents[1] / "papers"
 
 
 def load(name, arg=None):
-  spec = importlib.util.spec_from_file_location(
-    f"config_{name}", CONFIGS / f"{name}.py"
-  )
+  spec = importlib.util.spec_from_file_location(f"of_{name}", CONFIGS / f"{name}.py")
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module, resolve(module.get_config(*([arg] if arg else [])))

@@ -449,39 +449,43 @@ def test_missing_tfds_data_are_told_with_path_and_remedy(tiny, standin, fields, 
     assert words in str(error.value)
 
 
+def replace(old, new):
+  """Makes a function that changes the descriptions in a folder of TFDS."""
+
+  def change(folder):
+    for path in (folder / "dataset_info.json", folder / "features.json"):
+      # One line with the separators of json.dumps.
+      text = json.dumps(json.loads(path.read_text()))
+      path.write_text(text.replace(old, new))
+
+  return change
+
+
+def cut(folder):
+  (path,) = folder.glob("dolma-train.*")
+  path.write_bytes(path.read_bytes()[:200_000])
+
+
+DAMAGED = r"dolma/1.0.0 .*(fetch|prepare) the data set"
+
+
 @pytest.mark.parametrize(
-  ("change", "message"),
+  ("harm", "message"),
   [
-    (("array_record", "tfrecord"), r"stored as tfrecord.*tfds convert_format"),
-    (('"text": {"python', '"words": {"python'), r"no feature `text` but.*words"),
+    (replace("array_record", "tfrecord"), r"stored as tfrecord.*tfds convert_format"),
+    (replace('"text": {"python', '"words": {"python'), r"no feature `text` but.*words"),
+    (cut, DAMAGED),
+    (lambda folder: next(folder.glob("dolma-train.*")).unlink(), DAMAGED),
+    (lambda folder: (folder / "dataset_info.json").write_text("{"), DAMAGED),
   ],
 )
-def test_tfds_data_of_a_wrong_kind_are_told(tiny, standin, tmp_path, change, message):
-  folder = tmp_path / "dolma" / "1.0.0"
-  folder.mkdir(parents=True)
-  for name in ("dataset_info.json", "features.json"):
-    # One line with the separators of json.dumps.
-    text = json.dumps(json.loads((standin / "dolma/1.0.0" / name).read_text()))
-    (folder / name).write_text(text.replace(*change))
-  tiny.data.source, tiny.data.data_dir = "tfds:dolma:1.0.0", str(tmp_path)
-  with pytest.raises(ConfigError, match=message):
-    data_lib.make_source(tiny.data, "train")
-
-
-@pytest.mark.parametrize("damage", ["cut", "missing", "description"])
-def test_damaged_tfds_data_are_named(tiny, standin, tmp_path, damage):
+def test_unreadable_tfds_data_are_named(tiny, standin, tmp_path, harm, message):
   folder = tmp_path / "dolma/1.0.0"
   shutil.copytree(standin / "dolma/1.0.0", folder)
-  (path,) = folder.glob("dolma-train.*")
-  if damage == "cut":
-    path.write_bytes(path.read_bytes()[:200_000])
-  elif damage == "missing":
-    path.unlink()
-  else:
-    (folder / "dataset_info.json").write_text("{")
+  harm(folder)
   tiny.data.source, tiny.data.data_dir = "tfds:dolma:1.0.0", str(tmp_path)
   iterate = lambda: next(data_lib.TrainIterator(config_lib.resolve(tiny)))
-  with pytest.raises(ConfigError, match=r"dolma/1.0.0 .*(fetch|prepare) the data set"):
+  with pytest.raises(ConfigError, match=message):
     iterate()
 
 

@@ -461,9 +461,7 @@ def test_a_bucket_gives_the_same_arrays(tfrecord, tmp_path, in_line, monkeypatch
       prepare.tokenize("tfds:c4/en:3.1.0", "train", "sotu_2048", tmp_path / "no", where)
   # Without the cache of file systems by name, in fsspec and in etils.
   backend = type(epath.backend.fsspec_backend)
-  monkeypatch.setattr(
-    backend, "fs", lambda self, path: Bucket(skip_instance_cache=True)
-  )
+  monkeypatch.setattr(backend, "fs", lambda *_: Bucket(skip_instance_cache=True))
   for name, folder in (("here", str(tfrecord)), ("there", where)):
     args = "tfds:c4/en:3.1.0", "validation", "sotu_2048", tmp_path / name
     prepare.tokenize(*args, data_dir=f"{folder}/tfrecord")

@@ -127,9 +127,7 @@ def test_items_are_read_from_a_file(tmp_path):
 )
 def test_items_of_wrong_types_are_refused(tmp_path, line):
   (tmp_path / "bad.jsonl").write_text(line)
-  with pytest.raises(
-    config_lib.ConfigError, match=r"whose line 1 is no item \(.*; give"
-  ):
+  with pytest.raises(config_lib.ConfigError, match=r"line 1 is no item \(.*; give"):
     tasks.load_items(str(tmp_path / "bad.jsonl"))
 
 

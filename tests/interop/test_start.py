@@ -43,9 +43,8 @@ def make_folder(tiny, folder, format_="diloco"):
   """Exports a model that was not trained; returns its parameters."""
   c = resolve(tiny)
   params = registry.get(c.model).init(c.model, jax.random.key(5))
-  paths = export.export(
-    load.Model(c, 3, params, make_inference_mesh()), folder, format_
-  )
+  model = load.Model(c, 3, params, make_inference_mesh())
+  paths = export.export(model, folder, format_)
   assert set(paths) == set(folder.iterdir())
   tiny.init.checkpoint = str(folder)
   return params

@@ -242,9 +242,7 @@ def test_lists_name_the_line_that_is_wrong(tmp_path):
     Package("pypi", "b"),
   ]
   path.write_text("debian a\nnpm b\n")
-  with pytest.raises(
-    collect_text.ConfigError, match="line 2, is 'npm b'; write debian"
-  ):
+  with pytest.raises(collect_text.ConfigError, match="line 2, is 'npm b'; write deb"):
     collect_text.read_list(path)
   path.write_text("debian a /doc/\npypi a\ndebian a /other/\n")
   with pytest.raises(

@@ -88,9 +88,7 @@ def test_an_answer_has_units_and_what_is_assumed(capsys):
   lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
   assert lines["link"].endswith(" Gbit/s of each replica")
   assert lines["utilisation"] == "0.95 of the time is compute"
-  assert lines["step"].endswith(
-    "s of compute: 64 chips of 197 TFLOP/s at an MFU of 0.4"
-  )
+  assert lines["step"].endswith("of compute: 64 chips of 197 TFLOP/s at an MFU of 0.4")
   c = load_config(CONFIG)
   assert lines["assumed"].startswith(
     f"streaming, M = {c.replicas}, H = {c.sync_every}, tau = {c.overlap.tau}, "

@@ -87,9 +87,8 @@ def test_the_command(capsys):
   assert run.params == shapes.matrix_params(c.model) < shapes.num_params(c.model)
   sent = (4 + 8 / 128) * shapes.num_params(c.model)
   assert run.outer_bits * run.params == pytest.approx(sent, rel=1e-5)
-  assert float(text[2].split()[-1]) == pytest.approx(
-    wc.total_time(run) / 3600, rel=1e-3
-  )
+  hours = wc.total_time(run) / 3600
+  assert float(text[2].split()[-1]) == pytest.approx(hours, rel=1e-3)
 
 
 def test_table_1_hours():

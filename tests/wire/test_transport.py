@@ -21,10 +21,8 @@ from diloco.wire import transport
 def processes():
   """What transports.py finds on two processes with four devices each."""
   address = f"localhost:{free_port()}"
-  flags = "--xla_force_host_platform_device_count=4"
-  env = running.environment(
-    JAX_PLATFORMS="cpu", XLA_FLAGS=f"{flags} {QUICK_TO_COMPILE}"
-  )
+  flags = f"--xla_force_host_platform_device_count=4 {QUICK_TO_COMPILE}"
+  env = running.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
   started = [
     running.start("tests/transports.py", str(i), address, env=env, stdout=-1)
     for i in range(2)

@@ -208,9 +208,7 @@ def train(plan: Plan, steps: int) -> tuple[list, dict]:
     state, events = init_outer(plan, params_M), []
     for t in range(1, steps + 1):
       moves = [draw(rng) for _ in range(plan.replicas)]
-      params_M = jax.tree.map(
-        lambda x_M, *y: x_M + 0.01 * np.stack(y), params_M, *moves
-      )
+      params_M = jax.tree.map(lambda x, *y: x + 0.01 * np.stack(y), params_M, *moves)
       params_M, state, new = plan.step(plan, t, params_M, state)
       events += new
     params_M, state, new = drain(plan, steps, params_M, state, final_sync=True)

@@ -32,9 +32,8 @@ def make_folder(tiny, folder, fields=()):
   conftest.update(tiny, own | {"qwen3.tie_embeddings": False} | dict(fields))
   c = resolve(tiny)
   params = qwen3.init(c.model, jax.random.key(5))
-  export.export(
-    load.Model(c, 3, params, make_inference_mesh()), folder, "hf", "bfloat16"
-  )
+  model = load.Model(c, 3, params, make_inference_mesh())
+  export.export(model, folder, "hf", "bfloat16")
   tiny.init.checkpoint = str(folder)
   return params
 

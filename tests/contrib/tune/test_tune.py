@@ -96,10 +96,8 @@ def test_settings_that_cannot_work_are_not_tried(c):
 
 def test_the_kernels_that_auto_does_not_choose_are_tried(c):
   c = changed(c, {"model.seq_len": 128})
-  others = [
-    x["model.attention"] for x in fields_of(c, "model.attention", kind="TPU v4")
-  ]
-  assert others == ["cudnn", "xla"]
+  others = fields_of(c, "model.attention", kind="TPU v4")
+  assert [x["model.attention"] for x in others] == ["cudnn", "xla"]
 
 
 def test_kernels_that_the_devices_do_not_have_are_not_timed(c):
@@ -125,10 +123,7 @@ def test_the_command_prints_flags_that_a_run_takes(monkeypatch):
   monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests'}:{ROOT}")
   two = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
   monkeypatch.setenv("XLA_FLAGS", two)
-  config = [
-    f"--config={ROOT / 'tests' / 'tiny_config.py'}",
-    "--config.wire.format=fp32",
-  ]
+  config = [f"--config={ROOT / 'tests/tiny_config.py'}", "--config.wire.format=fp32"]
   command = [sys.executable, "-m", "diloco", "tune", *config, "--seconds=0", "--flags"]
   ended = subprocess.run(command, capture_output=True, text=True, check=True)
   last = ended.stderr.splitlines()[-1]
