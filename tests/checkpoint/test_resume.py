@@ -131,25 +131,18 @@ def test_a_cosine_is_not_silently_stretched(tiny):
     check(tiny, **{"train.steps": 16})
 
 
+CONSTANT = {"inner.final_fraction": 1.0}
+SAME_RATE = "the learning rate follows the same schedule."
+OTHER_DECAY = "the weight decay changes from 0.125 to 0.0625."
+
+
 @pytest.mark.parametrize(
   ("before", "fields", "told"),
   [
-    ({}, {"inner.decay_steps": 8}, "the learning rate follows the same schedule."),
-    (
-      {},
-      {"inner.decay_steps": 16},
-      "jumps from 0.00015 to 0.00157, the weight decay changes from 0.125 to 0.0625.",
-    ),
-    (
-      {"inner.final_fraction": 1.0},
-      {},
-      "the same schedule, the weight decay changes from 0.125 to 0.0625.",
-    ),
-    (
-      {"inner.final_fraction": 1.0, "inner.weight_decay": 0.1},
-      {},
-      "the learning rate follows the same schedule.",
-    ),
+    ({}, {"inner.decay_steps": 8}, SAME_RATE),
+    ({}, {"inner.decay_steps": 16}, f"jumps from 0.00015 to 0.00157, {OTHER_DECAY}"),
+    (CONSTANT, {}, f"the same schedule, {OTHER_DECAY}"),
+    ({**CONSTANT, "inner.weight_decay": 0.1}, {}, SAME_RATE),
   ],
 )
 def test_an_extension_says_what_changes(tiny, before, fields, told):

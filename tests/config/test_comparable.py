@@ -26,11 +26,8 @@ def make(contents=None, **fields):
     (make(), make(), {}),
     (make(), make({}), {}),
     (make(), make(eval__tokens=6), {"eval.tokens": (5, 6)}),
-    (
-      make(),
-      make(data__eval_source="files:/a"),
-      {},
-    ),  # It is the held-out text of both.
+    # It is the held-out text of both.
+    (make(), make(data__eval_source="files:/a"), {}),
     (
       make(),
       make(data__source="files:/b"),

@@ -50,6 +50,10 @@ def change(name, edit):
   return damage
 
 
+def of_ends(edit):
+  return change("ends.npy", edit)
+
+
 def overwrite(name, content):
   return lambda folder: min(folder.glob(name)).write_bytes(content)
 
@@ -81,23 +85,20 @@ UNIT = "00001-of-*.npy"
     (set_manifest(shards=[]), r"ends.npy, which counts .* tokens instead of 0"),
     (set_manifest(documents=7), r"ends.npy, which holds uint64\[288\] instead of"),
     (set_manifest(dtype="uint32"), r"holds uint16\[\d+\] instead of uint32\["),
-    (change("ends.npy", np.zeros_like), "ends.npy, which counts 0 tokens instead of"),
+    (of_ends(np.zeros_like), "ends.npy, which counts 0 tokens instead of"),
+    (of_ends(lambda e: e + np.uint64(10**6)), r"counts 1,0\d\d,\d\d\d tokens instead"),
     (
-      change("ends.npy", lambda e: e + np.uint64(10**6)),
-      r"ends.npy, which counts 1,0\d\d,\d\d\d tokens instead of",
-    ),
-    (
-      change("ends.npy", lambda e: np.r_[e[:5], e[5:-1] ^ np.uint64(1 << 60), e[-1:]]),
+      of_ends(lambda e: np.r_[e[:5], e[5:-1] ^ np.uint64(1 << 60), e[-1:]]),
       r"ends.npy, whose document 5 has the tokens \d+ to \d{10}",
     ),
     (
-      change("ends.npy", lambda e: np.r_[e[5::-1], e[6:]]),
-      r"ends.npy, whose document 1 has the tokens",
+      of_ends(lambda e: np.r_[e[5::-1], e[6:]]),
+      r"ends.npy, whose document 1 has the t",
     ),
-    (change("ends.npy", lambda e: e.astype(float)), r"ends.npy, which holds float64"),
-    (change("ends.npy", lambda e: e[None]), r"which holds uint64\[1, 288\] instead of"),
+    (of_ends(lambda e: e.astype(float)), r"ends.npy, which holds float64"),
+    (of_ends(lambda e: e[None]), r"which holds uint64\[1, 288\] instead of"),
     (
-      change("ends.npy", lambda e: np.r_[e[:9], e[9] - np.uint64(1), e[10:]]),
+      of_ends(lambda e: np.r_[e[:9], e[9] - np.uint64(1), e[10:]]),
       r"npy, whose document 9 does not end with EOS",
     ),
     (

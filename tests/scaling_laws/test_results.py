@@ -348,10 +348,7 @@ def test_files_that_are_no_table_are_refused(tmp_path):
   for data, message in (
     (text.encode("utf-16"), "save it as CSV, UTF-8"),
     ((text + "x" * 200_000).encode(), "runs.csv is no table: field larger than"),
-    (
-      text.replace("tokens", "loss").encode(),
-      "runs.csv has two columns 'loss'; rename",
-    ),
+    (text.replace("tokens", "loss").encode(), "runs.csv has two columns 'loss'; renam"),
     (b"", "runs.csv has no finished run"),
   ):
     path.write_bytes(data)

@@ -131,10 +131,7 @@ GIVEN = {
     ("wallclock {} --network=fast", "network is 'fast', but must be one of high, med"),
     ("bandwidth {} --chips=2 --step_time=1", "--chips needs a --config, and no --step"),
     ("bandwidth --mfu=1", "--mfu needs a --config, and no --step_time"),
-    (
-      "bandwidth --method=diloco --tau=1",
-      "--method=diloco ignores --tau; leave it out",
-    ),
+    ("bandwidth --method=diloco --tau=1", "--method=diloco ignores --tau; leave it ou"),
     ("bandwidth {} --config.sed=1", "--config.sed is no field (did you mean seed?)"),
     ("bandwidth {}", "--chips is missing; give the number of chips of all replicas"),
     ("bandwidth {} --chips=2 --mfu=5", "mfu is 5.0, but must be above 0 and at most 1"),

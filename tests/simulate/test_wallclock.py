@@ -104,10 +104,7 @@ def test_table_1_hours():
   [
     ({"tokens": 0}, "tokens is 0, but must be above 0"),
     ({"params": math.nan}, "params is nan"),
-    (
-      {"batch_tokens": 512},
-      "chips is 0.0312 .one for .*, but .* at least 2; give more",
-    ),
+    ({"batch_tokens": 512}, "chips is 0.0312 .one for .*, but .* at least 2; give mor"),
     ({"chips": 1, "method": "data_parallel"}, "chips is 1, but .* at least 2"),
     ({"chips": 3, "replicas": 4}, "chips is 3, but .* at least 4"),
     ({"method": "ring"}, "method is 'ring', but must be one of"),
@@ -131,7 +128,7 @@ def test_every_figure_draws(tmp_path):
   streaming, scaling = (2, 3, 4, 6, 7, 9, 14, 15, 16), (6, 10, 12)
   expected = {f"s{n}" for n in streaming} | {f"c{n}" for n in scaling}
   assert set(figures.FIGURES) == expected
-  for name in ("s2", "s3", "s6", "s7", "s14", "c6", "c12"):
+  for name in ("s7", "s14", "c12"):  # tests/test_pictures.py draws others.
     for path in figures.draw(name, tmp_path):
       assert pathlib.Path(path).stat().st_size > 5000
   with pytest.raises(ValueError, match="figure is 's99', but must be one of s2"):

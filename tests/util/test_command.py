@@ -41,11 +41,7 @@ def test_a_name_like_the_word_is_meant(word, meant_by_it):
   [
     (simulate.main, "bandwith", "(did you mean bandwidth?) (see --help)\n"),
     (simulate.main, "table4 --jsno", "--jsno (did you mean --json?) (see --help)\n"),
-    (
-      simulate.main,
-      "figure --uot=x",
-      " --out, name (did you mean --out?) (see --help)\n",
-    ),
+    (simulate.main, "figure --uot=x", "name (did you mean --out?) (see --help)\n"),
     (job.main, "", "required: RUN (see --help)\n"),
     # An unknown flag is not what is wrong here.
     (simulate.main, "memory --layers=x --config.layers=3", "12 digits (see --help)\n"),

@@ -39,6 +39,9 @@ def codec(name="quantize", row=1, **options) -> Codec:
   return Codec(WireConfig(compressor=name, **options), row)
 
 
+CHUNKS = {"format": "e1m0", "density": 0.1, "block_size": 0}
+
+
 @pytest.mark.parametrize(
   ("name", "options", "n", "s", "expected"),
   [
@@ -51,13 +54,7 @@ def codec(name="quantize", row=1, **options) -> Codec:
     # k = 3 of 30: indices of 5 bits, values of 32.
     ("topk", {"format": "fp32", "density": 0.1}, 2, 30, math.ceil(2 * 3 * 5 / 8) + 24),
     # Per layer, three chunks of 16, padded: k = 2, indices of 4 bits, codes of 2 bits.
-    (
-      "chunked_topk(chunk=16)",
-      {"format": "e1m0", "density": 0.1, "block_size": 0},
-      2,
-      40,
-      6 * 2 * 4 // 8 + 6 * 2 * 2 // 8 + 6,
-    ),
+    ("chunked_topk(chunk=16)", CHUNKS, 2, 40, 6 * 2 * 4 // 8 + 6 * 2 * 2 // 8 + 6),
     ("random", {"format": "fp32", "density": 0.1}, 2, 30, 8 + 24),
     ("dare", {"format": "bf16", "density": 0.5}, 1, 9, 8 + 10),
   ],
