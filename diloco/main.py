@@ -21,7 +21,7 @@ from typing import Any
 
 from absl import flags, logging
 
-from diloco.config import resolve
+from diloco.config import Config, resolve
 from diloco.config.command_line import define_config, run
 from diloco.errors import ConfigError, explain
 from diloco.spec import plugins
@@ -60,7 +60,8 @@ def main(_: list[str]) -> None:
   if FLAGS.print_config:
     sys.exit(guarded(print_config, mistakes=ConfigError))
   # These errors need not wait for the other processes, nor for JAX.
-  make_part = find_part()
+  c = resolve(FLAGS.config)
+  make_part = find_part(c)
   workdir = FLAGS.workdir
   if files.is_address(workdir):
     workdir = remote.local_copy(workdir, "--workdir", writes=True)
@@ -88,7 +89,7 @@ def main(_: list[str]) -> None:
     part = make_part(peers) if make_part else None
     if peers.index == 0:
       announce_compilations()
-    train.train(FLAGS.config, workdir, peers, part)
+    train.train(c, workdir, peers, part)
     peers.close()
   except stop.Interrupted:
     peers.close()
@@ -110,13 +111,12 @@ def main(_: list[str]) -> None:
     peers.fail(*(told or (f"{type(error).__name__}: {error}", 1)))
 
 
-def find_part() -> Callable[[Any], Any] | None:
-  """Checks the config; returns what makes this process's part of a run of sites.
+def find_part(c: Config) -> Callable[[Any], Any] | None:
+  """Returns what makes this process's part of a run of sites; None without sites.
 
   Raises:
-    ConfigError: the config or the flags cannot work, or the group has another config.
+    ConfigError: the flags cannot work, or the group has another config.
   """
-  c = resolve(FLAGS.config)
   transport = plugins.TRANSPORTS[c.overlap.transport]
   if (FLAGS.site is None) != (FLAGS.group is None):
     raise ConfigError(

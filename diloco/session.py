@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import ml_collections
@@ -15,6 +15,7 @@ from diloco.algorithm.inner import InnerMetrics
 from diloco.algorithm.method import Method, make_method
 from diloco.algorithm.state import Event, TrainState
 from diloco.checkpoint.checkpoints import Checkpoints
+from diloco.checkpoint.damage import Stored
 from diloco.checkpoint.record import Record
 from diloco.config import Config, resolve
 from diloco.data.batches import Batches, Replicas
@@ -86,6 +87,31 @@ class Run:
   def own(self) -> contextlib.AbstractContextManager[None]:
     """Returns a context for work on this run only; here the context does nothing."""
     return contextlib.nullcontext()
+
+
+class Joined(NamedTuple):
+  """How all runs of a session train.
+
+  Attributes:
+    method: takes their state from step to step.
+    state: their state before the first step.
+    tokens: yields their tokens of each step.
+  """
+
+  method: Method
+  state: TrainState
+  tokens: Iterator[jax.Array]
+
+
+# Takes the method of one run, the runs, their saved states (none: a start from step 0),
+# and the parameters to start from (None: random ones).
+Join: TypeAlias = Callable[
+  [Method, Sequence[Run], Sequence[TrainState], PyTree], Joined
+]
+
+
+class StepsDiffer(Exception):
+  """The newest checkpoints of runs that shall train together are of different steps."""
 
 
 @dataclasses.dataclass
@@ -312,86 +338,135 @@ class Session:
         yield run, self.method.of_run(arrays, r)
 
 
-@contextlib.contextmanager
 def open_session(
   config: ml_collections.ConfigDict | Config,
   workdir: str | pathlib.Path,
   peers: Peers | None,
   part: Part | None,
   hooks: Sequence[Hook] = (),
-) -> Iterator[Session]:
+) -> contextlib.AbstractContextManager[Session]:
   """Prepares a run, or its continuation; the arguments are those of `train`.
 
   Every mistake in the config is found here, before anything compiles.
   """
-  c, peers = resolve(config), peers or Peers()
-  workdir = remote.local_copy(workdir, "workdir", writes=True)
+  c = config if isinstance(config, Config) else resolve(config)
   if part:
     c = part.own_config()
   elif needs := plugins.TRANSPORTS[name := c.overlap.transport].needs:
     raise ConfigError(f"overlap.transport is {name}, which needs {needs}.")
+  workdir = remote.local_copy(workdir, "workdir", writes=True)
+  return open_runs([Run(c, workdir, peers or Peers())], part=part, hooks=hooks)
+
+
+def _alone(
+  method: Method, runs: Sequence[Run], states: Sequence[TrainState], first: PyTree
+) -> Joined:
+  [run] = runs
+  state = states[0] if states else method.init(params=first)
+  return Joined(method, state, run.batches)
+
+
+@contextlib.contextmanager
+def open_runs(
+  runs: Sequence[Run],
+  *,
+  join: Join = _alone,
+  part: Part | None = None,
+  hooks: Sequence[Hook] = (),
+) -> Iterator[Session]:
+  """Prepares one run, or runs that train together, or their continuation.
+
+  Args:
+    runs: with configs that differ only in `together.groups.FIELDS`; each has peers of
+      its own, because its log takes the reports of its peers.
+    join: makes one method, state and stream of tokens of those of all runs.
+    part: this process's part of the run.
+    hooks: of the user.
+
+  Raises:
+    ConfigError: the config cannot work on these devices, or with this text.
+    StepsDiffer: the newest checkpoints of the runs are of different steps.
+  """
+  c, peers, where = runs[0].c, runs[0].peers, runs[0].workdir
   check_all_meet(peers)
   check_same_program(c, peers)
-  check_own(workdir)
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(end_on_signal(peers))
     mesh = make_mesh(c)
     kind = mesh.devices.flat[0].device_kind
     attention.check(c.model, kind)
     stack.enter_context(jax.set_mesh(mesh))
-    batches = stack.enter_context(contextlib.closing(Batches(c, mesh, part)))
+    # Runs of the same seed read the same text.
+    batches = {
+      seed: stack.enter_context(contextlib.closing(Batches(own, mesh, part)))
+      for seed, own in {run.c.seed: run.c for run in runs}.items()
+    }
     evaluation = Evaluation(c, mesh)
     read = contents(c, evaluation.tokenizer, evaluation.held_out)
     summary.baseline(c, read)  # Finds mistakes.
     if peers.count > 1:
       check_same(peers, read, "give all the same text, tokenizer and tasks")
-    own = make_method(c, mesh)
-    method: Method = part.method(own, batches, stop) if part else own
-    if not remote.address_of(workdir):  # Each process has its own copy of a bucket.
-      make_shared(workdir, peers)
-    stack.enter_context(lock_workdir(workdir, peers))
+    whole = make_method(c, mesh)
+    method: Method = part.method(whole, batches[c.seed], stop) if part else whole
+    for run in runs:
+      check_own(run.workdir)
+      if not remote.address_of(run.workdir):  # Each process has its copy of a bucket.
+        make_shared(run.workdir, run.peers)
+      stack.enter_context(lock_workdir(run.workdir, run.peers))
     peers.print_line(f"attention: {attention.choose(c.model, kind)}")
-    if note := summary.note(c):
-      peers.print_line(f"note: {note}")
     stack.callback(lambda: method.close("ended"))  # `method` may be wrapped below.
     method.connect()
 
-    # Continue from the newest checkpoint, or start at step 0.
-    checkpoints = Checkpoints(workdir, c, method, peers, read)
-    stack.enter_context(contextlib.closing(checkpoints))
-    restored = checkpoints.restore()
-    if restored:
-      t, record, state = restored
-      remedy = "see whether all machines mount the same --workdir"
-      check_same(peers, {"the step of the newest checkpoint": t}, remedy)
-      batches.set_state(record.data)
-      method = method.after_drain(record.drained)
-      if t == record.drained:
-        summary.set_aside(workdir, t, peers)
-    else:
-      first = first_params(c, mesh)
-      if first is not None:
-        peers.print_line(f"Starts from the parameters in {c.init.checkpoint}.")
-      t, state, record = 0, method.init(params=first), Record(c.to_dict())
-    if peers.index == 0:
-      keep_tokenizer(workdir, evaluation.tokenizer)
-    log = Log(c, workdir, record, lambda: checkpoints.latest, peers, read)
-    stack.enter_context(contextlib.closing(log))
-    log.note, log.recovers = method.note, method.recovers
-    profile = stack.enter_context(contextlib.closing(Profile(c, log)))
-    run = Run(c, workdir, peers)
-    run.batches, run.checkpoints, run.log = batches, checkpoints, log
+    # Continue from the newest checkpoints, or start at step 0.
+    restored = list[Stored | None]()
+    for run in runs:
+      run.batches = batches[run.c.seed]
+      run.checkpoints = Checkpoints(run.workdir, run.c, method, run.peers, read)
+      stack.enter_context(contextlib.closing(run.checkpoints))
+      stored = None
+      with run.own():
+        if note := summary.note(run.c):
+          peers.print_line(f"note: {note}")
+        stored = run.checkpoints.restore()
+        if peers.index == 0:
+          keep_tokenizer(run.workdir, evaluation.tokenizer)
+      if stored and len(runs) > 1:  # The states of all runs have room on the host.
+        stored = stored._replace(arrays=jax.device_get(stored.arrays))
+      restored.append(stored)
+    [t, *others] = [stored.step if stored else 0 for stored in restored]
+    if any(step != t for step in others):
+      raise StepsDiffer
+    remedy = "see whether all machines mount the same --workdir"
+    check_same(peers, {"the step of the newest checkpoint": t}, remedy)
+    for run, stored in zip(runs, restored):
+      record = stored.record if stored else Record(run.c.to_dict())
+      if stored:
+        run.batches.set_state(record.data)
+        method = method.after_drain(record.drained)
+        if t == record.drained:
+          summary.set_aside(run.workdir, t, run.peers)
+      latest = lambda run=run: run.checkpoints.latest
+      run.log = Log(run.c, run.workdir, record, latest, run.peers, read)
+      stack.enter_context(contextlib.closing(run.log))
+      run.log.note, run.log.recovers = method.note, method.recovers
+    states = [stored.arrays for stored in restored if stored]
+    del restored
+    first = None if states else first_params(c, mesh)
+    if first is not None:
+      peers.print_line(f"Starts from the parameters in {c.init.checkpoint}.")
+    joined = join(method, runs, states, first)
+    del states, first
     yield Session(
-      method=method,
-      runs=[run],
-      batches=batches,
+      method=joined.method,
+      runs=runs,
+      batches=joined.tokens,
       evaluation=evaluation,
       stop=stop,
       mesh=mesh,
-      profile=profile,
-      where=files.shown(workdir),
+      profile=stack.enter_context(contextlib.closing(Profile(c, runs[0].log))),
+      where="the folder of every run" if others else files.shown(where),
       t=t,
-      state=state,
+      state=joined.state,
       is_finished=record.finished,
       more=hooks,
     )

@@ -21,30 +21,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.inner import InnerMetrics, inner_step
-from diloco.algorithm.method import Method, Wrapper, make_method
+from diloco.algorithm.method import Method, Wrapper
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.state import Event, TrainState
 from diloco.algorithm.sync_metrics import Metric
-from diloco.checkpoint.checkpoints import Checkpoints
-from diloco.checkpoint.damage import Stored
-from diloco.checkpoint.record import Record
 from diloco.config import Config
-from diloco.data.batches import Batches
-from diloco.data.contents import contents, keep_tokenizer
 from diloco.errors import ConfigError, TryAgain
-from diloco.evaluate.evaluation import Evaluation
-from diloco.interop.init import first_params
-from diloco.log import summary
-from diloco.log.log import Log
-from diloco.log.profile import Profile
 from diloco.log.workdir import FAILED
-from diloco.mesh.devices import make_mesh
 from diloco.mesh.modes import training_modes
-from diloco.model import attention
-from diloco.processes.distributed import lock_workdir
 from diloco.processes.peers import Peers, print_line
-from diloco.processes.stop import end_on_signal
-from diloco.session import Run, Session
+from diloco.session import Joined, Run, StepsDiffer, open_runs
 from diloco.train import loop
 from diloco.util.types import PyTree
 
@@ -199,8 +185,12 @@ def train(runs: Sequence[Member]) -> bool:
     ConfigError: as `diloco.train.train`, if it holds for all runs.
     Interrupted: Ctrl-C ended the runs early, and the runs are saved.
   """
-  with training_modes(), _open(runs) as session:
-    if session is None:
+  with training_modes(), contextlib.ExitStack() as stack:
+    for run in runs:
+      stack.callback(run.out.close)
+    try:
+      session = stack.enter_context(open_runs(runs, join=join))
+    except StepsDiffer:
       print_line(
         "A damaged checkpoint leaves the runs at different steps; start again."
       )
@@ -208,79 +198,22 @@ def train(runs: Sequence[Member]) -> bool:
     return not loop(session) and not all(run.failed for run in runs)
 
 
-@contextlib.contextmanager
-def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
-  """Prepares the runs; None if their checkpoints have different steps."""
-  c = runs[0].c
-  with contextlib.ExitStack() as stack:
-    stop = stack.enter_context(end_on_signal(Peers()))
-    mesh = make_mesh(c)
-    attention.check(c.model, mesh.devices.flat[0].device_kind)
-    stack.enter_context(jax.set_mesh(mesh))
-    # Runs of the same seed read the same text.
-    batches = {
-      run.c.seed: stack.enter_context(contextlib.closing(Batches(run.c, mesh)))
-      for run in {run.c.seed: run for run in runs}.values()
-    }
-    evaluation, method = Evaluation(c, mesh), make_method(c, mesh)
-    # The runs have the same text, and the same `log.baseline`.
-    read = contents(c, evaluation.tokenizer, evaluation.held_out)
-    summary.baseline(c, read)  # Finds mistakes.
-    restored = list[Stored | None]()
-    for run in runs:
-      stack.callback(run.out.close)
-      stack.enter_context(lock_workdir(run.workdir, run.peers))
-      run.batches = batches[run.c.seed]
-      run.checkpoints = Checkpoints(run.workdir, run.c, method, run.peers, read)
-      stack.enter_context(contextlib.closing(run.checkpoints))
-      found = None
-      with run.own():
-        found = run.checkpoints.restore()
-        keep_tokenizer(run.workdir, evaluation.tokenizer)
-        if note := summary.note(run.c):
-          print_line(f"note: {note}")
-      # The states of all runs have room on the host.
-      restored.append(found and found._replace(arrays=jax.device_get(found.arrays)))
-    start = restored[0].step if restored[0] else 0
-    if any((found.step if found else 0) != start for found in restored):
-      yield None
-      return
-    for run, found in zip(runs, restored):
-      record = found.record if found else Record(run.c.to_dict())
-      latest = lambda run=run: run.checkpoints.latest
-      run.log = Log(run.c, run.workdir, record, latest, run.peers, read)
-      stack.enter_context(contextlib.closing(run.log))
-      if found:
-        run.batches.set_state(record.data)
-
-    together = Together(method, c, numbers_of([run.c for run in runs]))
-    states = [found.arrays for found in restored if found]
-    if states:
-      place = NamedSharding(mesh, P())
-      put = lambda *x: jax.device_put(np.stack(x), place)
-      state = jax.tree.map(put, *states)
-      del states, restored
-    else:
-      state = together.init(params=first_params(c, mesh))
-    profile = Profile(c, runs[0].log)  # Traces nothing.
-    yield Session(
-      method=together,
-      runs=runs,
-      batches=_stacked(runs, batches),
-      evaluation=evaluation,
-      stop=stop,
-      mesh=mesh,
-      profile=profile,
-      where="the folder of every run",
-      t=start,
-      state=state,
-    )
+def join(
+  method: Method, runs: Sequence[Run], states: Sequence[TrainState], first: PyTree
+) -> Joined:
+  """Makes one method, state and stream of tokens of those of the runs; see `Join`."""
+  together = Together(method, runs[0].c, numbers_of([run.c for run in runs]))
+  if states:
+    place = NamedSharding(method.mesh, P())
+    state = jax.tree.map(lambda *x: jax.device_put(np.stack(x), place), *states)
+  else:
+    state = together.init(params=first)
+  return Joined(together, state, _tokens(runs))
 
 
-def _stacked(
-  runs: Sequence[Member], batches: dict[int, Batches]
-) -> Iterator[jax.Array]:
+def _tokens(runs: Sequence[Run]) -> Iterator[jax.Array]:
   """Yields the tokens of all runs for each step, int32 [R, M, B, L]."""
+  batches = {run.c.seed: run.batches for run in runs}
   while True:
-    by_seed = {seed: next(data) for seed, data in batches.items()}
+    by_seed = {seed: next(tokens) for seed, tokens in batches.items()}
     yield jnp.stack([by_seed[run.c.seed] for run in runs])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import tiny_config, update
 
-from diloco import train
+from diloco import session, train
 from diloco.config import add_plugins, resolve
 from diloco.errors import ConfigError
 from diloco.log import metrics
@@ -127,7 +127,7 @@ def test_warm_starts_run_together(tmp_path):
 @pytest.mark.integration("groups of whole runs")
 def test_runs_stopped_together_go_on_together_or_alone(tmp_path, alone, monkeypatch):
   folders = folders_of(tmp_path, "streaming", POINTS[:3])
-  take = together.Batches.__next__
+  take = session.Batches.__next__
 
   def stop_at_the_end(batches):
     count.append(0)
@@ -136,7 +136,7 @@ def test_runs_stopped_together_go_on_together_or_alone(tmp_path, alone, monkeypa
     return take(batches)
 
   count: list[int] = []
-  monkeypatch.setattr(together.Batches, "__next__", stop_at_the_end)
+  monkeypatch.setattr(session.Batches, "__next__", stop_at_the_end)
   train_together("streaming", POINTS[:3], folders)
   for folder in folders:
     assert not (folder / "summary.json").exists()
