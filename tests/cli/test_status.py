@@ -3,9 +3,9 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
+import running
 from conftest import tiny_config
 
 from diloco.cli import status
@@ -215,8 +215,20 @@ def test_a_group_has_closed_no_round_yet(tmp_path, config):
   assert status.lines(tmp_path, NOW)[1].split() == ["round", "none", "closed", "yet"]
 
 
-@pytest.mark.parametrize("command", ["status", "compare"])
-def test_commands_that_look_at_runs_need_no_jax(command):
-  code = f"import sys, diloco.cli.{command}; print('jax' in sys.modules)"
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-  assert done.stdout == "False\n"
+NO_JAX = """
+import sys
+import diloco.simulate.__main__ as simulate
+import diloco.simulate.tables
+assert "matplotlib" not in sys.modules
+import diloco.cli.compare
+import diloco.cli.status
+import diloco.scaling_laws.__main__
+plan = ["plan", "--config=configs/sample.py", "--step_time=0.06", "--gbits=0.02"]
+assert simulate.main(plan) == 0
+assert not {"jax", "jaxlib", "flax"} & {*sys.modules}
+"""
+
+
+def test_commands_that_compute_nothing_on_devices_import_no_jax():
+  ended = running.python("-c", NO_JAX)
+  assert ended.returncode == 0, ended.stderr

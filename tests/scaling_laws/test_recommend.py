@@ -4,8 +4,6 @@ import csv
 import json
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -280,14 +278,3 @@ def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
     capsys.readouterr()
     assert main(["recommend", "--params=1e9", flag]) == 2
     assert "need --results, which is not given" in capsys.readouterr().err
-
-
-def test_no_jax_is_imported():
-  code = (
-    "import sys, diloco.scaling_laws.__main__;"
-    " print([m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax')])"
-  )
-  found = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, check=True
-  )
-  assert found.stdout.strip() == "[]"

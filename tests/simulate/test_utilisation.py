@@ -4,9 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -157,12 +154,3 @@ def test_the_commands_agree(capsys):
   assert json.loads(capsys.readouterr().out)["utilisation"] == pytest.approx(0.95)
   assert command.main(["utilisation", *model, "--gbits=-1"]) == 2
   assert "error: bandwidth is" in capsys.readouterr().err
-
-
-def test_the_simulators_import_neither_jax_nor_matplotlib():
-  code = (
-    "import sys, diloco.simulate.__main__, diloco.simulate.tables;"
-    "assert not {'jax', 'matplotlib'} & set(sys.modules), sys.modules.keys()"
-  )
-  root = pathlib.Path(__file__).parents[2]
-  subprocess.run([sys.executable, "-c", code], check=True, cwd=root)

@@ -6,8 +6,6 @@ import itertools
 import json
 import pathlib
 import statistics
-import subprocess
-import sys
 
 import pytest
 
@@ -242,12 +240,3 @@ def test_mistakes_are_told(args, error, capsys):
     status = ended.code
   assert status == 2
   assert error in capsys.readouterr().err
-
-
-def test_a_plan_does_not_import_jax():
-  text = (
-    "import sys; from diloco.contrib.simulate import plan;"
-    " from diloco.simulate.__main__ import main;"
-    f" main(['plan', *{SAMPLE}, '--gbits=0.02']); assert 'jax' not in sys.modules"
-  )
-  subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True)
