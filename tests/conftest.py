@@ -23,7 +23,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import hypothesis
 import ml_collections
 import pytest
-from s3_server import s3  # noqa: F401  # A fixture.
+from buckets import s3  # noqa: F401  # A fixture.
 
 from diloco import config as config_lib
 from diloco.spec import plugins

@@ -5,7 +5,6 @@ import pathlib
 import signal
 import subprocess
 
-import buckets
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -32,14 +31,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(s3):
   logging.getLogger("werkzeug").setLevel(logging.ERROR)  # A line for each request.
-  serving = buckets.serving(tmp_path_factory.mktemp("server"))
-  with serving as server, pytest.MonkeyPatch.context() as patch:
-    for name, value in server.env.items():
-      patch.setenv(name, value)
-    server.make("bucket")
-    yield server
+  return s3
 
 
 @pytest.fixture(params=["s3", "gs"])
