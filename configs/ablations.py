@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
@@ -25,7 +25,7 @@ from diloco.errors import ConfigError
 from diloco.spec import sizes
 from diloco.spec.shapes import parameters
 from diloco.sweep.chart import EVALUATED, LOSS, PLAIN, Chart
-from diloco.sweep.grid import Axis, Grid, Point, Sweep, exponent, power
+from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 from diloco.sweep.search import search_all
 from diloco.util.command import load_module, parse_options
 
@@ -51,11 +51,12 @@ class Ablation:
 
   Attributes:
     family: the config file of the paper's scale.
-    small, paper: the cells of a scale, without size and seed.
+    small, paper: the cells of a scale, without size and seed; no cells of the paper's
+      scale if configs/ladder.py has them.
     chart: how the cells are compared.
     also: figures of the same runs, at sizes of the option `size`, or other numbers.
-    tuned: the scales at which the inner rate is tuned, with the seed 0. Several seeds
-      are then 1, 2, ..., because the best of many runs is a lucky one.
+    tuned: whether small runs tune the inner rate, with the seed 0. Several seeds are
+      then 1, 2, ..., because the best of many runs is a lucky one.
     rates: {scale: outer rates among which each cell chooses}. If the inner rate is
       tuned too, the search begins at RATE, and data-parallel has no outer rate.
   """
@@ -65,7 +66,7 @@ class Ablation:
   paper: Sequence[Point]
   chart: Chart
   also: str = ""
-  tuned: tuple[str, ...] = ()
+  tuned: bool = False
   rates: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -143,7 +144,7 @@ ABLATIONS = {
     _algorithms(),
     _algorithms(),
     Chart("Algorithms at one size (2501.18512, table 5)", "name", xlabel="algorithm"),
-    tuned=("small",),
+    tuned=True,
   ),
   "fragments": Ablation(
     "streaming",
@@ -234,7 +235,7 @@ ABLATIONS = {
       for b in (2, 4, 8, 16, 32)
       if b >= c["replicas"]
     ],
-    [c | {"batch": b} for c in replicas(1, 2, 4, 8) for b in (64, 128, 256, 512, 1024)],
+    [],
     Chart(
       "Batch (2503.09799, figures 3, 4)",
       "batch",
@@ -243,7 +244,7 @@ ABLATIONS = {
       log=True,
     ),
     also="(2503.09799, figures 5, 14, 15, 16, 17, 18, 19)",
-    tuned=("small", "paper"),
+    tuned=True,
     rates={"small": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)},
   ),
   "outer_rate": Ablation(
@@ -286,7 +287,7 @@ ABLATIONS = {
     _methods(),
     _methods(),
     Chart("Later methods (docs/methods.md)", "method"),
-    tuned=("small",),
+    tuned=True,
   ),
 }
 OPTIONS = {"scale": ("small", "paper"), "seeds": int, "size": str, "text": str}
@@ -303,6 +304,11 @@ def get_sweep(argument: str = "") -> Sweep:
     raise ConfigError(f"the ablation is {name!r}; write one of {', '.join(ABLATIONS)}.")
   ablation, options = ABLATIONS[name], parse_options(rest, OPTIONS)
   scale, seeds = options.get("scale", "small"), options.get("seeds", 1)
+  if scale == "paper" and not ablation.paper:
+    raise ConfigError(
+      f"{name} has no scale=paper; its runs at the paper's sizes are those of"
+      " --sweep=ladder:size=550M, which tunes the batch, too."
+    )
   unused = "size" if scale == "small" else "text"
   if seeds < 1 or unused in options:
     raise ConfigError(
@@ -317,7 +323,7 @@ def get_sweep(argument: str = "") -> Sweep:
     {"size": size if scale == "paper" else "small", **cell}
     for cell in (ablation.paper if scale == "paper" else ablation.small)
   ]
-  grids = _grids(ablation, scale, name, cells, seeds, config)
+  grids = _grids(ablation, scale, name, cells, seeds)
   flags = {"XLA_FLAGS": "--xla_backend_optimization_level=1"}
   return Sweep(config, grids, flags if scale == "small" else {}, ablation.chart)
 
@@ -328,7 +334,6 @@ def _grids(
   name: str,
   cells: Sequence[Point],
   seeds: int,
-  config: Callable[[Point], ConfigDict],
 ) -> list[Grid]:
   """Makes the grids; several seeds repeat the best point that seed 0 found.
 
@@ -339,13 +344,10 @@ def _grids(
     return [{**cell, "seed": seed} for cell in among for seed in some]
 
   values = ablation.rates.get(scale, ())
-  if scale not in ablation.tuned:
+  if scale == "paper" or not ablation.tuned:
     axes = [Axis("outer_lr", values)] if values else []
     return [Grid(name, seeded(range(seeds)), axes)]
-  near = START
-  if scale == "paper":
-    near = exponent(ROOT2, config({**cells[0], "seed": 0}).inner.learning_rate)
-  axes = [Axis("lr", (power(ROOT2, near),), ratio=ROOT2)]
+  axes = [Axis("lr", (power(ROOT2, START),), ratio=ROOT2)]
   both = [*axes, Axis("outer_lr", values, first=(RATE,))] if values else axes
   plain = [cell for cell in cells if cell["algorithm"] == "data_parallel"]
   others = [cell for cell in cells if cell not in plain]
