@@ -6,14 +6,19 @@ python -m diloco sweep --sweep=ladder:size=35M --dry_run
 python -m diloco sweep --results=/tmp/ladder --export=ladder.csv
 python -m diloco sweep --results=/tmp/ladder2 --import=ladder.csv
 python -m diloco sweep --sweep=... --results=/shared/sweep --backend=slurm \
-  --parallel=64 --slurm_options=slurm_partition=gpu,gpus_per_node=8,timeout_min=600
+  --parallel=64 --slurm_options='--nodes=2 --ntasks-per-node=8 --gpus-per-node=8'
+python -m diloco sweep --sweep=... --results=/tmp/sweep --workdir=gs://BUCKET/sweep \
+  --parallel=2 --launch='ssh host{worker} "env/bin/python -m diloco.main {flags}"'
 
-Runs are processes on this machine (--backend=local) or Slurm jobs (--backend=slurm).
---config.FIELD=VALUE changes a field of every run, as for diloco.main.
+Runs are processes on this machine, Slurm jobs (--backend=slurm), or what the command of
+--launch trains elsewhere. --config.FIELD=VALUE changes a field of every run, as for
+diloco.main.
 """
 
 import argparse
 import pathlib
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -33,8 +38,9 @@ from diloco.sweep.local import Local
 from diloco.sweep.runner import Backend, Driver, drive
 from diloco.sweep.slurm import Slurm
 from diloco.together import groups
-from diloco.util import command
+from diloco.util import command, files
 from diloco.util.command import in_range
+from diloco.util.storage import open_storage
 
 
 def make_backend(
@@ -43,10 +49,42 @@ def make_backend(
   """Makes the backend that the flags name."""
   environment = shared_programs(results) | dict(sweep.environment)
   if args.backend == "local":
-    return Local(args.cores, environment)
-  given = command.parse_options(args.slurm_options, place="--slurm_options")
-  options = {k: int(v) if v.isdigit() else v for k, v in given.items()}
-  return Slurm(results, environment, options)
+    return Local(args.cores, environment, args.launch, args.workdir.rstrip("/"))
+  return Slurm(results, environment, shlex.split(args.slurm_options))
+
+
+def check_backend(args: argparse.Namespace) -> None:
+  """Refuses flags that do not fit together, and commands that do not exist.
+
+  Raises:
+    ConfigError: names the flag, its value and the remedy.
+  """
+  slurm, launch = args.backend == "slurm", args.launch
+  here = f"--backend is {args.backend}"
+  wrong = [  # (the flag, whether it cannot be used, why, the remedy)
+    ("slurm_options", not slurm, here, "add --backend=slurm"),
+    ("cores", slurm, here, "give --cpus-per-task in --slurm_options"),
+    ("launch", slurm, here, "leave one of them out"),
+    ("launch", "{flags}" not in launch, "it lacks {flags}", "write it in the command"),
+    ("workdir", not launch, "there is no --launch", "add it"),
+  ]
+  for flag, unfit, reason, remedy in wrong:
+    if unfit and (value := getattr(args, flag)):
+      raise ConfigError(f"--{flag} is {value!r}, but {reason}; {remedy}.")
+  if launch and args.vectorize > 1:
+    raise ConfigError(
+      f"--vectorize is {args.vectorize}, but --launch trains one run; leave one out."
+    )
+  program = next(iter(shlex.split(launch)), "sbatch" if slurm else sys.executable)
+  if not args.dry_run and not shutil.which(program):
+    raise ConfigError(f"there is no command {program} here, which the runs need.")
+  if args.workdir:
+    if not files.is_address(args.workdir):
+      raise ConfigError(
+        f"--workdir is {args.workdir!r}, no address such as s3://BUCKET/SWEEP; without"
+        " --workdir, runs lie in --results."
+      )
+    open_storage(args.workdir, "--workdir", writes=False)
 
 
 def run(args: argparse.Namespace, fields: Sequence[str]) -> int:
@@ -65,7 +103,8 @@ def run(args: argparse.Namespace, fields: Sequence[str]) -> int:
   elif args.show:
     show(Driver(load_sweep(args.sweep, fields), args.results, Local(0, {})))
   elif args.dry_run:
-    count(Driver(load_sweep(args.sweep, fields), args.results, Local(0, {})))
+    driver = Driver(load_sweep(args.sweep, fields), args.results, Local(0, {}))
+    count(driver, args)
   else:
     return drive_sweep(args, load_sweep(args.sweep, fields))
   return 0
@@ -100,16 +139,7 @@ def import_runs(folder: pathlib.Path, path: pathlib.Path) -> None:
 
 def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
   """Runs a sweep, and draws its chart; returns the exit status of `drive`."""
-  if args.slurm_options and args.backend == "local":
-    raise ConfigError(
-      f"--slurm_options is {args.slurm_options!r}, but --backend is local; add"
-      " --backend=slurm, or leave the options out."
-    )
-  if args.cores and args.backend != "local":
-    raise ConfigError(
-      f"--cores is {args.cores}, but --backend is {args.backend}; give cpus_per_task"
-      " in --slurm_options."
-    )
+  check_backend(args)
   results, vectorize = command.make_folder(args.results, "--results"), args.vectorize
   with table.alone(results):
     backend = make_backend(args, sweep, results)
@@ -154,10 +184,11 @@ def show(driver: Driver) -> None:
     show_chart(driver.sweep.chart, driver)
 
 
-def count(driver: Driver) -> None:
+def count(driver: Driver, args: argparse.Namespace) -> None:
   """Prints the least number of runs to come, their FLOPs and chip-hours, by size.
 
-  FLOPs are 6 N for each token, as the papers count.
+  FLOPs are 6 N for each token, as the papers count. With Slurm, also writes a script
+  that submits the jobs that come first.
 
   Raises:
     ConfigError: a point has no valid config.
@@ -171,15 +202,36 @@ def count(driver: Driver) -> None:
     for name in (str(plan.point.get("size", "all")), "total"):
       before = total.get(name, (0, 0.0))
       total[name] = before[0] + 1, before[1] + flops
-  print("size      runs     FLOPs  chip-hours")
+  slurm = args.backend == "slurm"
+  unit, chip, peak = "chip-hours", "a TPU v5e", PEAK_TFLOPS
+  if slurm:
+    unit, chip, peak = "GPU-hours", "an H100", 989
+  print(f"{'size':<8} {'jobs' if slurm else 'runs':>5} {'FLOPs':>9} {unit:>11}")
   total["total"] = total.pop("total", (0, 0.0))  # The last line.
   for name, (runs, flops) in total.items():
-    hours = flops / (MFU * PEAK_TFLOPS * 1e12 * 3600)
+    hours = flops / (MFU * peak * 1e12 * 3600)
     print(f"{name:<8} {runs:>5} {flops:>9.2g} {hours:>11,.3g}")
   print(
-    f"At least: each search begins at its best point. Hours of a TPU v5e at {MFU:.0%}"
+    f"At least: each search begins at its best point. Hours of {chip} at {MFU:.0%}"
     " of its peak, without evaluation and compilation."
   )
+  if slurm:
+    write_jobs(driver, args)
+
+
+def write_jobs(driver: Driver, args: argparse.Namespace) -> None:
+  """Writes the script of --dry_run that submits the jobs that come first."""
+  check_backend(args)
+  if args.results is None:
+    raise ConfigError("--results is missing; give the folder that holds all runs.")
+  results = command.make_folder(args.results, "--results")
+  with table.alone(results):
+    runs = driver.prepare()
+  slurm = Slurm(results, {}, shlex.split(args.slurm_options))
+  lines = [shlex.join(slurm.command(run)) for run in runs]
+  with files.replacing(results / "submit.sh") as file:
+    file.write("\n".join(["#!/bin/bash", *lines, ""]).encode())
+  print(f"script       {results / 'submit.sh'} submits the first {len(runs)} of them")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -199,7 +251,15 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--cores", type=in_range(0), default=0, help=text)
   text = "where runs are executed; default local"
   add("--backend", choices=("local", "slurm"), default="local", help=text)
-  add("--slurm_options", default="", help="for submitit: name=value,...")
+  text = "flags of sbatch, such as '--nodes=2 --ntasks-per-node=8'"
+  add("--slurm_options", default="", help=text)
+  text = (
+    "a command that trains one run and ends with it; {flags} are the flags of"
+    " diloco.main, {worker} is a number below --parallel"
+  )
+  add("--launch", default="", help=text)
+  text = "where --launch trains, if in a bucket: s3://BUCKET/SWEEP"
+  add("--workdir", default="", help=text)
   only = parser.add_mutually_exclusive_group()
   text = "write a CSV file of all runs, or of those of --sweep, and end"
   only.add_argument("--export", type=path, help=text)

@@ -2,36 +2,46 @@
 
 python -m diloco job RUN
 python -m diloco job RUN RUN ...
+python -m diloco job RUN --launch='ssh HOST "python -m diloco.main {flags}"'
 
 RUN is a run directory with a config.json. `diloco.main` trains one run, `worker.py`
-several. The trainer holds a lock on RUN/lock until it ends, even if its parent process
-ends earlier. So no two processes ever train the same run.
+several; the command of --launch may train one run elsewhere. The trainer holds a lock
+on RUN/lock until it ends, even if its parent process ends earlier. So no two processes
+ever train the same run.
 """
 
 import argparse
 import contextlib
-import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from diloco.config.resolve import saved_fields
+from diloco.config import default_config
+from diloco.config.resolve import leaves, saved_fields
 from diloco.log.workdir import FAILED
 from diloco.sweep import saved, table
 from diloco.util import files
 from diloco.util.command import Parser, guarded
+from diloco.util.storage import open_storage
 
 LOCKED = 75  # Exit status EX_TEMPFAIL: temporary failure.
-# Signals that ask a run to save and end. Before a time limit or a preemption, Slurm
-# sends SIGUSR2 to jobs of submitit, or SIGUSR1 if SUBMITIT_PREEMPT_SIGNAL says so.
+# Exit statuses of a --launch that a person must mend: a mistake, as of all commands
+# (`diloco.errors`), and what a shell says of a command that it cannot start.
+MISTAKES = (2, 126, 127)
+# Signals that ask a run to save and end; batch systems send the last two.
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # Signals that end a faulty program. Other signals come from outside the program.
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
-def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
+# What a run in a bucket leaves for the sweep. The summary is last: then all is there.
+RESULTS = ("contents.json", "metrics.jsonl", "summary.json")
+
+
+def run(*directories: str, launch: str = "", workdir: str = "") -> int:
   """Trains the config of config.json and writes ended.json: {failed, error, finished}.
 
   Several runs end together. Their process writes to the log.txt of the first run.
@@ -39,13 +49,22 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
   A trainer that was asked to stop has not failed: the driver resumes it. A trainer that
   was killed (out of memory) leaves no ended.json: the driver resumes it a few times.
 
+  The exit status 1 of a `launch` means as much: a machine or a connection was lost.
+
   Args:
-    environment: additional environment variables of the trainer.
+    launch: a command that trains one run and ends with it; {flags} becomes the flags of
+      diloco.main. "": diloco.main itself.
+    workdir: the address of a bucket's folder in which `launch` trains the run. "": the
+      run's directory.
 
   Returns:
     The trainer's exit status, negative if a signal ended it. Status 0 without a
     summary.json means that the trainer was asked to stop and has saved. LOCKED if
     another process trains one of the runs.
+
+  Raises:
+    ConfigError: `workdir` is the address of no bucket.
+    OSError: the bucket does not answer.
   """
   runs = [pathlib.Path(directory) for directory in directories]
   with contextlib.ExitStack() as stack:
@@ -55,10 +74,17 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
       return LOCKED
     for run in runs:
       (run / "ended.json").unlink(missing_ok=True)
-    command = ["worker", *directories]
-    if len(runs) == 1:
+    if workdir and fetch(runs[0], workdir):
+      table.note_end(runs[0], failed=False)
+      return 0
+    command = [sys.executable, "-m", "diloco", "worker", *directories]
+    if len(runs) == 1 and launch:
+      command = launched(launch, runs[0], workdir)
+    elif len(runs) == 1:
       config = f"--config={saved.__file__}:{runs[0] / 'config.json'}"
-      command = ["main", config, f"--workdir={runs[0]}"]
+      command[3:] = ["main", config, f"--workdir={runs[0]}"]
+    if not launch:
+      command.append(plugins_flag(runs))
     starts = [log.tell() for log in logs]
     trainer: subprocess.Popen | None = None
     asked_to_stop = False
@@ -76,10 +102,10 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
       before = signal.pthread_sigmask(signal.SIG_BLOCK, others)
       try:
         trainer = subprocess.Popen(
-          [sys.executable, "-m", "diloco", *command, plugins_flag(runs)],
+          command,
+          stdin=subprocess.DEVNULL,
           stdout=logs[0],
           stderr=logs[0],
-          env={**os.environ, **(environment or {})},
           pass_fds=[lock.fileno() for lock in locks],
         )
       finally:
@@ -87,15 +113,59 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
       if asked_to_stop:
         trainer.send_signal(signal.SIGTERM)
       code = trainer.wait()
+      if workdir:
+        fetch(runs[0], workdir)
+      mistake = code in MISTAKES if launch else code > 0 or -code in CRASHES
       written = [_since(log.name, start) for log, start in zip(logs, starts)]
       for run, lines in zip(runs, written):
         own = _after(FAILED, lines)
-        if own or code > 0 or -code in CRASHES:
+        if own or mistake:
           error = own[-1] if own else _error(logs[0].name, written[0], code)
           table.note_end(run, failed=True, error=error)
         elif -code in (0, *STOPS):
           table.note_end(run, failed=False)
   return code
+
+
+def launched(launch: str, run: pathlib.Path, workdir: str = "") -> list[str]:
+  """Returns the words of a command that trains a run, perhaps on another machine.
+
+  A word {flags} becomes one word for each flag. Within a word, the flags are quoted for
+  the shell that reads this word, such as that of ssh.
+
+  Raises:
+    ConfigError: the config names a plug-in that cannot be imported.
+  """
+  config = saved.get_config(str(run / "config.json"))
+  plain = leaves(default_config(*config.plugins).to_dict()) | {"plugins": ()}
+  given = {k: v for k, v in leaves(config.to_dict()).items() if plain[k] != v}
+  fields = [f"--config.{field}={value}" for field, value in given.items()]
+  place = workdir or run.absolute()
+  flags = ["--config=diloco/sweep/saved.py", *fields, f"--workdir={place}"]
+  command = list[str]()
+  for word in shlex.split(launch):
+    inside = word.replace("{flags}", shlex.join(flags))
+    command += flags if word == "{flags}" else [inside]
+  return command
+
+
+def fetch(run: pathlib.Path, workdir: str) -> bool:
+  """Copies the results of a run from its bucket, if it has ended there.
+
+  Returns:
+    Whether it has.
+
+  Raises:
+    ConfigError, OSError: see `storage.open_storage`.
+  """
+  bucket = open_storage(workdir, "--workdir", writes=False)
+  if bucket.get(RESULTS[-1]) is None:
+    return False
+  for name in RESULTS:
+    if (data := bucket.get(name)) is not None:
+      with files.replacing(run / name) as file:
+        file.write(data)
+  return True
 
 
 def plugins_flag(runs: Iterable[pathlib.Path]) -> str:
@@ -160,7 +230,7 @@ def run_by_hand(args: argparse.Namespace) -> int:
         " sweep, --results/runs/NAME."
       )
     saved_fields(files.read_json(directory / "config.json") or {})
-  code = run(*map(str, args.run))
+  code = run(*map(str, args.run), launch=args.launch, workdir=args.workdir)
   if code == LOCKED:
     raise ValueError(f"RUN is {names!r}, which another process trains already.")
   ends = [files.read_json(directory / "ended.json") or {} for directory in args.run]
@@ -174,6 +244,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco job", description=__doc__)
   help_ = "a folder --results/runs/NAME of a sweep, with a config.json"
   parser.add_argument("run", metavar="RUN", type=pathlib.Path, nargs="+", help=help_)
+  help_ = "a command that trains RUN, with {flags} for the flags of diloco.main"
+  parser.add_argument("--launch", default="", help=help_)
+  help_ = "where --launch trains RUN, if in a bucket: s3://BUCKET/RUN"
+  parser.add_argument("--workdir", default="", help=help_)
   return guarded(run_by_hand, parser.parse_args(argv))
 
 

@@ -1,6 +1,7 @@
-"""Executes runs on this machine."""
+"""Executes runs as processes of this machine, which may train them on others."""
 
 import collections
+import itertools
 import os
 import pathlib
 import signal
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from diloco.sweep import job
+from diloco.sweep import job, table
 
 # Seconds that the system may take to end a killed trainer, which holds its run's lock.
 RELEASE = 10.0
@@ -21,18 +22,36 @@ class Local:
   Args:
     cores: number of CPU cores to which each run is bound; 0: not bound.
     environment: additional environment variables of the runs.
+    launch: the command that trains a run, as in `job.run`; {worker} becomes the least
+      number, from 0, that no other run has.
+    workdir: an address; `launch` trains each run in a folder there, by its name.
   """
 
   detached = False
 
-  def __init__(self, cores: int, environment: Mapping[str, str]):
+  def __init__(
+    self,
+    cores: int,
+    environment: Mapping[str, str],
+    launch: str = "",
+    workdir: str = "",
+  ):
     self._cores, self._environment = cores, environment
+    self._launch, self._workdir = launch, workdir
     self._processes: dict[pathlib.Path, subprocess.Popen] = {}
 
   def start(self, *runs: pathlib.Path) -> None:
     others = {p.pid for p in self._processes.values() if p.poll() is None}
+    command = [sys.executable, "-m", "diloco", "job", *map(str, runs)]
+    command.append(job.plugins_flag(runs))
+    if self._launch:
+      worker = self._free_worker(runs[0])
+      table.note(runs[0], worker=worker)
+      command.append(f"--launch={self._launch.replace('{worker}', str(worker))}")
+    if self._workdir:
+      command.append(f"--workdir={self._workdir}/{runs[0].name}")
     process = subprocess.Popen(
-      [sys.executable, "-m", "diloco", "job", *map(str, runs), job.plugins_flag(runs)],
+      command,
       env={**os.environ, **self._environment},
       stdin=subprocess.DEVNULL,
       stdout=subprocess.DEVNULL,
@@ -43,6 +62,12 @@ class Local:
       busy = collections.Counter(c for pid in others for c in os.sched_getaffinity(pid))
       free_first = sorted(os.sched_getaffinity(0), key=lambda core: busy[core])
       os.sched_setaffinity(process.pid, free_first[: self._cores])
+
+  def _free_worker(self, run: pathlib.Path) -> int:
+    """Returns a number that no other run has, also none of an earlier driver."""
+    rows = table.read_rows(run.parents[1]).values()
+    busy = {row.get("worker") for row in rows if self.running(row["folder"])}
+    return next(number for number in itertools.count() if number not in busy)
 
   def running(self, run: pathlib.Path) -> bool:
     process = self._processes.get(run)

@@ -221,11 +221,17 @@ class Driver:
     name = table.digest(config)
     return Plan(point, self._names.get(name, name), config)
 
+  def prepare(self) -> list[pathlib.Path]:
+    """Makes the directories of the runs that come first, and starts none of them."""
+    plans = [
+      plan
+      for name, plan in self.todo(self.cells()).items()
+      if name not in self.rows or self.rows[name]["status"] != "running"
+    ]
+    return [self._prepare(plan, plan.name, starts=False) for plan in plans]
+
   def _start(self, plans: Sequence[Plan]) -> None:
-    directories = [self._path(plan.name) for plan in plans]
-    revision = table.git_revision()  # The runs import the code as it is now.
-    for plan, directory in zip(plans, directories):
-      self._prepare(plan, directory, plans[0].name, revision)
+    directories = [self._prepare(plan, plans[0].name) for plan in plans]
     try:
       self.backend.start(*directories)
     except (ValueError, OSError):
@@ -233,19 +239,25 @@ class Driver:
         table.note(directory, running=False)
       raise
 
-  def _prepare(
-    self, plan: Plan, directory: pathlib.Path, group: str, revision: str
-  ) -> None:
-    """Writes the config and the notes of a run that is about to start."""
+  def _prepare(self, plan: Plan, group: str, starts: bool = True) -> pathlib.Path:
+    """Writes config and notes of a run, which starts now or later; returns its path."""
+    directory = self._path(plan.name)
     row = table.read_row(directory)
     files.write_json(directory / "config.json", plan.config)
-    counts = {"attempts": row["attempts"] + 1, "vanished": row["vanished"]}
-    own = {"point": row["point"] or plan.point, "group": group, "revision": revision}
-    table.note(directory, **own, **counts, running=True)
+    table.note(
+      directory,
+      point=row["point"] or plan.point,
+      group=group,
+      revision=table.git_revision(),  # The run imports the code as it is now.
+      attempts=row["attempts"] + starts,
+      vanished=row["vanished"],
+      running=starts,
+    )
     table.forget_end(directory)
     # An earlier version of the sweep file may have had no valid config for the point.
     shutil.rmtree(self._path(_refused_name(plan.point)), ignore_errors=True)
     self.rows[plan.name] = table.read_row(directory)
+    return directory
 
   def _path(self, name: str) -> pathlib.Path:
     assert self.results  # Without a folder, no run is started.

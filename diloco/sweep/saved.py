@@ -1,6 +1,8 @@
 """A config file that reads a run's config.json, to repeat the run by hand.
 
 python -m diloco.main --config=diloco/sweep/saved.py:RUN/config.json --workdir=ELSEWHERE
+
+Without a file it has the defaults, which a sweep's --launch changes by flags.
 """
 
 import json
@@ -16,7 +18,7 @@ from diloco.util.command import one_line
 
 def get_config(path: str = "") -> ml_collections.ConfigDict:
   if not path:
-    raise ConfigError("saved.py needs a file: --config=.../saved.py:RUN/config.json.")
+    return default_config()
   try:
     fields = saved_fields(json.loads(pathlib.Path(path).read_text()))
     c = default_config(*fields["plugins"])

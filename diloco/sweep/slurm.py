@@ -1,20 +1,22 @@
-"""Executes runs on a cluster: each run is a Slurm job, submitted through submitit.
+"""Executes runs on a cluster: each run is a Slurm job of scripts/launchers/slurm.sh.
 
-Needs the extra `slurm` and a results directory that all nodes see. Jobs do not depend
-on the driver, which may end at any moment: a later driver finds them by their names.
+Needs a results directory that all nodes see. Jobs do not depend on the driver, which
+may end at any moment: a later driver finds them by their names.
 """
 
 import math
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from diloco.errors import ConfigError
 from diloco.sweep import job
 from diloco.sweep.table import digest
-from diloco.util import files
-from diloco.util.command import one_line
+from diloco.util import files, shipped
 
 # An answer of squeue is used for FRESH seconds. If squeue does not answer for PATIENCE
 # seconds, that is an error.
@@ -27,12 +29,9 @@ class Slurm:
   """Submits runs.
 
   Args:
-    results: the results directory; its folder slurm/ takes submitit's logs.
+    results: the results directory.
     environment: additional environment variables of the runs.
-    options: for submitit, e.g. {'timeout_min': 60, 'slurm_partition': 'gpu'}.
-
-  Raises:
-    ValueError: submitit or Slurm is missing, or an option is unknown.
+    options: flags of sbatch, such as --nodes=2 and --ntasks-per-node=8.
   """
 
   detached = True
@@ -41,21 +40,9 @@ class Slurm:
     self,
     results: pathlib.Path,
     environment: Mapping[str, str],
-    options: Mapping[str, object],
+    options: Sequence[str] = (),
   ):
-    try:
-      import submitit
-
-      self._executor = submitit.AutoExecutor(results.absolute() / "slurm", "slurm")
-      self._executor.update_parameters(**{"timeout_min": 24 * 60, **options})
-    except (ImportError, RuntimeError, NameError, TypeError, ValueError) as error:
-      raise ValueError(
-        f"this --backend cannot submit: {one_line(error)}; check that submitit is"
-        " installed (pip install submitit, or '.[slurm]' from a clone), sbatch is on"
-        " the PATH and --slurm_options are submitit's."
-      ) from error
-    self._environment = environment
-    self._prefix = str(options.get("name", "diloco"))
+    self._environment, self._options = environment, options
     # A run of another results directory may have the same name in the queue.
     self._place = digest({"results": str(results.resolve())})
     self._states: dict[str, str] | None = None  # By job name; None: no answer yet.
@@ -65,19 +52,20 @@ class Slurm:
     """Submits a job; if sbatch refuses, tries again after each of PAUSES.
 
     Raises:
+      ConfigError: there is no sbatch.
       ValueError: sbatch still refuses.
     """
-    from submitit.core.utils import FailedJobError
-
-    name = self._name(runs[0])
-    self._executor.update_parameters(name=name)
+    if not shutil.which("sbatch"):
+      raise ConfigError(
+        "--backend is slurm, but sbatch is not on the PATH; start the sweep on a login"
+        " node."
+      )
     for pause in (*PAUSES, None):
       try:
-        paths = [str(run.absolute()) for run in runs]
-        self._executor.submit(job.run, *paths, environment=self._environment)
+        _ask(self.command(*runs), {**os.environ, **self._environment})
         break
-      except (FailedJobError, OSError) as error:
-        why = f"sbatch submits nothing ({one_line(error)})"
+      except OSError as error:
+        why = f"sbatch submits nothing ({error})"
         if pause is None:
           raise ValueError(
             f"{why}; submitted jobs go on: start the same sweep again later, with a"
@@ -86,7 +74,17 @@ class Slurm:
         print(f"{why}; asking again.", file=sys.stderr, flush=True)
         time.sleep(pause)
     if self._states is not None:
-      self._states[name] = "PD"  # Pending.
+      self._states[self._name(runs[0])] = "PD"  # Pending.
+
+  def command(self, *runs: pathlib.Path) -> list[str]:
+    """Returns the words of the command that submits a job."""
+    script = shipped.folder("scripts") / "launchers" / "slurm.sh"
+    paths = [str(run.absolute()) for run in runs]
+    return [
+      *("sbatch", f"--job-name={self._name(runs[0])}"),
+      *(f"--output={paths[0]}/slurm.txt", *self._options, str(script)),
+      *("job", *paths, job.plugins_flag(runs)),
+    ]
 
   def running(self, run: pathlib.Path) -> bool:
     states = self._queue()
@@ -108,13 +106,13 @@ class Slurm:
     driver was killed before it knew the job's number. A job of several runs has the
     name of the first."""
     first = (files.read_json(run / "run.json") or {}).get("group") or run.name
-    return f"{self._prefix}-{first}-{self._place}"
+    return f"diloco-{first}-{self._place}"
 
   def _queue(self) -> dict[str, str] | None:
     """Returns the states of this user's jobs by name, from the last answer of squeue.
 
-    Submitit would ask sacct. Without accounting in Slurm, sacct gives no answer, and a
-    lost job would never end.
+    Without accounting in Slurm, sacct would give no answer, and a lost job would never
+    end.
 
     Raises:
       ValueError: squeue has not answered for PATIENCE seconds.
@@ -123,20 +121,35 @@ class Slurm:
     if now < self._asked + FRESH:
       return self._states
     self._asked = now
-    command = ["squeue", "--noheader", "--me", "--format=%j %t"]
     try:
-      answer = subprocess.run(
-        command, capture_output=True, check=True, text=True, timeout=60
-      )
-    except (OSError, subprocess.SubprocessError) as error:
-      why = f"squeue does not answer ({one_line(error)})"
+      answer = _ask(["squeue", "--noheader", "--me", "--format=%j %t"])
+    except OSError as error:
+      why = f"squeue does not answer ({error})"
       if now > self._answered + PATIENCE:
         raise ValueError(
           f"{why}; submitted jobs go on: start the same sweep again later."
         ) from error
       print(f"{why}; asking again.", file=sys.stderr, flush=True)
       return self._states
-    lines = [line.rstrip().rpartition(" ") for line in answer.stdout.splitlines()]
+    lines = [line.rstrip().rpartition(" ") for line in answer.splitlines()]
     self._states = {name: state for name, _, state in lines}
     self._answered = now
     return self._states
+
+
+def _ask(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+  """Returns what a command of Slurm prints.
+
+  Raises:
+    OSError: the command fails, or does not end in a minute.
+  """
+  try:
+    done = subprocess.run(
+      command, capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+  except subprocess.CalledProcessError as error:
+    said = " ".join(error.stderr.split()) or f"exit status {error.returncode}"
+    raise OSError(said) from error
+  except subprocess.TimeoutExpired as error:
+    raise OSError("no answer in a minute") from error
+  return done.stdout

@@ -177,6 +177,7 @@ def note(directory: pathlib.Path, **changes: Any) -> None:
     running: True when an attempt starts; False if it vanishes or cannot be submitted.
       Ignored once there is an ended.json.
     vanished: how many attempts in a row left no ended.json.
+    worker: the number that the last attempt had in the command of --launch.
   """
   path = directory / "run.json"
   before = files.read_json(path) or {"started": utc_now("microseconds")}

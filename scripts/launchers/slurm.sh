@@ -7,7 +7,7 @@
 # --workdir must lie on a file system that all nodes mount. Every process is a
 # `diloco.main` with the arguments after the script's name. Two minutes before the time
 # limit all processes save the same step and end. The job then goes back into the queue,
-# until the run is done.
+# until the run is done. A sweep submits this file with `job RUN`.
 #SBATCH --job-name=diloco
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
@@ -17,6 +17,10 @@
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 
+if [[ "${1:-}" == job ]]; then
+  # Trains by this file, inside of the same job, and notes how the run ended.
+  exec python -m diloco "$@" --launch="bash '$0' {flags}"
+fi
 workdir=""
 for argument in "$@"; do
   case "$argument" in --workdir=*) workdir="${argument#--workdir=}" ;; esac

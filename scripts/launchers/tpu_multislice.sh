@@ -6,12 +6,14 @@
 #   scripts/launchers/tpu_multislice.sh setup    # Installs this clone on all hosts.
 #   scripts/launchers/tpu_multislice.sh run --config=chinchilla:1.3B,M=2 \
 #     --workdir=/mnt/runs/1.3B         # Starts one process per host, or continues a run.
+#   scripts/launchers/tpu_multislice.sh train --config=...   # `run`, until the run ends.
 #   scripts/launchers/tpu_multislice.sh log      # The last lines of every host.
 #   scripts/launchers/tpu_multislice.sh stop     # SIGTERM: all save the same step and end.
 #   scripts/launchers/tpu_multislice.sh delete
 #
 # `run` ends when the processes are started. They go on without this machine, so it may
-# lose its connection or be switched off. Without a clone, give `setup` a wheel:
+# lose its connection or be switched off. `train` first stops a run that is there, and
+# ends with the exit status of its run: 1 if the same command may go on. Without a clone, give `setup` a wheel:
 # `setup diloco-0.1.0-py3-none-any.whl`.
 #
 # Settings are environment variables: NAME, ZONE, PROJECT, SLICES (2), ACCELERATOR
@@ -42,7 +44,7 @@ everywhere() {
 # Whether the process that `run` started is there; its number may belong to another now.
 RUNS="grep -qs diloco.main /proc/\$(cat $NAME.pid 2>/dev/null)/cmdline"
 
-command="${1:?create, setup, run, log, stop or delete}"
+command="${1:?create, setup, run, train, log, stop or delete}"
 shift
 case "$command" in
   create)
@@ -71,12 +73,22 @@ case "$command" in
       python3 -m uv venv -q --allow-existing --python=3.12 env &&
       python3 -m uv pip install -q --python=env ./${file/#$NAME.tgz/diloco} 'jax[tpu]'"
     ;;
+  train)
+    trap 'bash "$0" stop; exit 0' TERM
+    bash "$0" stop
+    bash "$0" run "$@"
+    everywhere "while $RUNS; do sleep 2; done; tail -n 5 $NAME.log; sleep 1
+      exit \$(cat $NAME.exit || echo 1)" &
+    wait $!
+    ;;
   run)
     # JAX finds the other hosts and slices; no address is needed.
     everywhere "if $RUNS; then echo 'a run is there; stop it first.' >&2; exit 2; fi
-      nohup env/bin/python -m diloco.main --distributed=auto \
-      --initialization_timeout=600 $(printf '%q ' "$@") \
-      >> $NAME.log 2>&1 < /dev/null & echo \$! > $NAME.pid"
+      rm -f $NAME.pid $NAME.exit; trap '' HUP
+      (env/bin/python -m diloco.main --distributed=auto --initialization_timeout=600 \
+        $(printf '%q ' "$@") & echo \$! > $NAME.pid
+        wait \$!; echo \$? > $NAME.exit) >> $NAME.log 2>&1 < /dev/null &
+      until [[ -s $NAME.pid ]]; do sleep 0.1; done"
     ;;
   log)
     everywhere "tail -n 20 $NAME.log"
@@ -88,7 +100,7 @@ case "$command" in
     queued delete "$NAME" --force
     ;;
   *)
-    echo "$command is none of create, setup, run, log, stop and delete." >&2
+    echo "$command is none of create, setup, run, train, log, stop and delete." >&2
     exit 2
     ;;
 esac

@@ -14,7 +14,6 @@ from diloco.config import command_line, default_config, describe
 from diloco.data import records
 from diloco.errors import ConfigError
 from diloco.log import metrics
-from diloco.sweep import slurm
 from diloco.util import command
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -243,7 +242,6 @@ def test_options_have_names_and_types():
   ("package", "extra", "use"),
   [
     ("google-crc32c", "prepare", lambda tmp, c: records.masked_crc32c(b"")),
-    ("submitit", "slurm", lambda tmp, c: slurm.Slurm(tmp, {}, {})),
     ("wandb", "wandb", lambda tmp, c: metrics.MetricsWriter(tmp, c)),
   ],
 )

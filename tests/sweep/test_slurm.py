@@ -8,28 +8,23 @@ import time
 
 import conftest
 import pytest
-import submitit
+from threads import free_port
 
-from diloco.config import default_config
+from diloco.cli import sweep as cli
 from diloco.sweep import slurm
 from diloco.sweep.grid import Axis, Grid, Sweep
+from diloco.sweep.load import load_sweep
 from diloco.sweep.runner import Driver
 from diloco.sweep.slurm import Slurm
 from diloco.sweep.table import read_rows
 
-
-def diverging(point):
-  """A run that fails within seconds, with an error that the trainer prints."""
-  c = default_config()
-  c.algorithm, c.train.steps, c.train.batch_size = "data_parallel", 1, 2
-  c.data.tokenizer = "nowhere.model"
-  c.inner.learning_rate = point["lr"]
-  return c
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def tiny(point):
   c = conftest.tiny_config()
   c.inner.learning_rate = point["lr"]
+  c.data.tokenizer = point.get("tokenizer", c.data.tokenizer)
   return c
 
 
@@ -41,28 +36,23 @@ def run_out(driver: Driver, seconds: float) -> list[dict]:
   return list(read_rows(driver.results).values())
 
 
-def test_without_slurm_the_error_is_one_sentence(tmp_path, monkeypatch):
-  monkeypatch.setenv("PATH", str(tmp_path))
-  with pytest.raises(ValueError, match="this --backend cannot submit") as error:
-    Slurm(tmp_path, {}, {})
-  assert "\n" not in str(error.value)
-
-
-SBATCH = """#!/bin/sh
-name=$(sed -n 's/^#SBATCH --job-name=//p' "$1")
-echo "$name" >> {folder}/queue
-[ -e {folder}/sbatch_fails ] && rm {folder}/sbatch_fails && exit 1
-number=$(wc -l < {folder}/queue)
-[ -e {folder}/jobs_run ] && SLURM_JOB_ID=$number sh "$1" > {folder}/job.txt 2>&1 &
-echo Submitted batch job $number
-"""
-SRUN = """#!/bin/sh
-while [ "${{1#-}}" != "$1" ]; do
-  [ "$1" = --output ] || [ "$1" = --error ] && shift
-  shift
+# Numbers jobs by the lines of `queue`, and runs them if there is a file `jobs_run`.
+SBATCH = """#!/bin/bash
+for word in "$@"; do
+  [[ $word == --job-name=* ]] && echo "${{word#--job-name=}}" >> {folder}/queue
+  [[ $word == --output=* ]] && output="${{word#--output=}}"
 done
-SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 \\
-  exec "$@"
+[ -e {folder}/sbatch_fails ] && rm {folder}/sbatch_fails && exit 1
+while [[ $1 == --* ]]; do echo "$1" >> {folder}/options; shift; done
+[ -e {folder}/jobs_run ] && (SLURM_JOB_ID=7 bash "$@" > "$output" 2>&1 < /dev/null &)
+echo Submitted batch job 7
+"""
+SRUN = """#!/bin/bash
+export SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_STEP_NUM_NODES=2
+status=0
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=0 "${{@:2}}" & done
+for task in $(jobs -p); do wait $task || status=$?; done
+exit $status
 """
 SQUEUE = """#!/bin/sh
 [ -e {folder}/squeue_fails ] && echo slurm_load_jobs error >&2 && exit 1
@@ -93,39 +83,62 @@ def submitted(folder: pathlib.Path) -> int:
   return len((folder / "queue").read_text().splitlines())
 
 
-def test_a_job_runs_and_the_driver_notes_its_failure(tmp_path, fake_slurm):
+@pytest.mark.integration("trains in two processes")
+def test_each_run_is_a_job_of_several_processes(tmp_path, fake_slurm, monkeypatch):
   (fake_slurm / "jobs_run").touch()
-  sweep = Sweep(diverging, [Grid("g", [{}], (Axis("lr", (0.1,)),))])
-  backend = Slurm(tmp_path, {}, {"timeout_min": 5})
-  (row,) = run_out(Driver(sweep, tmp_path, backend), seconds=120)
-  assert row["status"] == "failed"
-  assert "nowhere.model" in row["error"]
+  monkeypatch.setenv("JAX_COORDINATOR_PORT", str(free_port()))
+  sweep = Sweep(tiny, [Grid("g", [{"lr": 0.001}, {"lr": 0.1, "tokenizer": "none"}])])
+  backend = Slurm(tmp_path, {"PYTHONPATH": str(ROOT)}, ["--nodes=2"])
+  rows = run_out(Driver(sweep, tmp_path, backend), seconds=900)
+  assert [row["status"] for row in rows] == ["done", "failed"]
+  assert "none" in rows[1]["error"]
+  assert rows[0]["attempts"] == 1
+  assert "Going on" not in (rows[0]["folder"] / "log.txt").read_text()
+  assert (fake_slurm / "options").read_text().splitlines()[2] == "--nodes=2"
 
 
-def test_unknown_options_are_refused(tmp_path, fake_slurm):
-  with pytest.raises(ValueError, match="cannot submit"):
-    Slurm(tmp_path, {}, {"nonsense": 1})
+def test_a_dry_run_writes_the_script_that_submits(tmp_path, fake_slurm, capsys):
+  flags = ["--sweep=ladder:size=35M", f"--results={tmp_path / 'r'}", "--dry_run"]
+  flags += ["--backend=slurm", "--slurm_options=--nodes=2 --gpus-per-node=8"]
+  assert cli.main(flags) == 0
+  said = capsys.readouterr().out
+  assert said.splitlines()[0].split() == ["size", "jobs", "FLOPs", "GPU-hours"]
+  assert "submit.sh submits the first 5 of them" in said
+  assert submitted(fake_slurm) == 0
+  subprocess.run(["bash", tmp_path / "r" / "submit.sh"], check=True)
+  rows = read_rows(tmp_path / "r")
+  jobs = (fake_slurm / "queue").read_text()
+  assert len(rows) == submitted(fake_slurm) == 5
+  assert all(name in jobs for name in rows)
+  backend = Slurm(tmp_path / "r", {})
+  driver = Driver(load_sweep("ladder:size=35M"), tmp_path / "r", backend, parallel=9)
+  driver.step()  # Knows these jobs.
+  assert submitted(fake_slurm) == 5
 
 
 def test_a_driver_killed_while_it_submits_does_not_submit_twice(
   tmp_path, fake_slurm, monkeypatch
 ):
-  def killed(*_):
-    raise KeyboardInterrupt  # sbatch has submitted, but the driver does not know yet.
+  ask = slurm._ask
 
-  backend = Slurm(tmp_path, {}, {})
+  def killed(command, *more):
+    answer = ask(command, *more)
+    if command[0] == "sbatch":  # It has submitted, but the driver does not know yet.
+      raise KeyboardInterrupt
+    return answer
+
+  backend = Slurm(tmp_path, {})
   with monkeypatch.context() as patch:
-    number = "_get_job_id_from_submission_command"
-    patch.setattr(submitit.SlurmExecutor, number, killed)
+    patch.setattr(slurm, "_ask", killed)
     with pytest.raises(KeyboardInterrupt):
       Driver(ONE, tmp_path, backend).step()
   assert submitted(fake_slurm) == 1
-  driver = Driver(ONE, tmp_path, Slurm(tmp_path, {}, {}))
+  driver = Driver(ONE, tmp_path, Slurm(tmp_path, {}))
   driver.step()
   driver.step()
   assert submitted(fake_slurm) == 1
   other = Sweep(tiny, [Grid("g", [{}], (Axis("lr", (0.001, 0.002)),))])
-  Driver(other, tmp_path, Slurm(tmp_path, {}, {}), parallel=1).step()
+  Driver(other, tmp_path, Slurm(tmp_path, {}), parallel=1).step()
   assert submitted(fake_slurm) == 1  # An earlier driver's job counts.
   (row,) = read_rows(tmp_path).values()
   assert (row["status"], row["attempts"]) == ("running", 1)
@@ -135,7 +148,7 @@ def test_a_driver_killed_while_it_submits_does_not_submit_twice(
 def test_a_failing_squeue_neither_ends_the_driver_nor_submits_again(
   tmp_path, fake_slurm, monkeypatch, capsys
 ):
-  first = Driver(ONE, tmp_path, Slurm(tmp_path, {}, {}))
+  first = Driver(ONE, tmp_path, Slurm(tmp_path, {}))
   (fake_slurm / "squeue_fails").touch()
   first.step()
   assert submitted(fake_slurm) == 0  # The run may be in the queue already.
@@ -143,7 +156,7 @@ def test_a_failing_squeue_neither_ends_the_driver_nor_submits_again(
   first.step()
   (fake_slurm / "squeue_fails").touch()
   first.step()
-  Driver(ONE, tmp_path, Slurm(tmp_path, {}, {})).step()
+  Driver(ONE, tmp_path, Slurm(tmp_path, {})).step()
   assert submitted(fake_slurm) == 1
   assert [row["status"] for row in read_rows(tmp_path).values()] == ["running"]
   assert "asking again" in capsys.readouterr().err
@@ -154,10 +167,10 @@ def test_a_failing_squeue_neither_ends_the_driver_nor_submits_again(
 
 def test_a_failing_sbatch_is_asked_again(tmp_path, fake_slurm):
   (fake_slurm / "sbatch_fails").touch()
-  Driver(ONE, tmp_path, Slurm(tmp_path, {}, {})).step()
+  Driver(ONE, tmp_path, Slurm(tmp_path, {})).step()
   assert submitted(fake_slurm) == 2
   (fake_slurm / "sbatch").write_text("#!/bin/sh\necho limit >&2; exit 1")
-  other = Driver(ONE, tmp_path / "other", Slurm(tmp_path / "other", {}, {}))
+  other = Driver(ONE, tmp_path / "other", Slurm(tmp_path / "other", {}))
   with pytest.raises(ValueError, match=r"submits nothing \(limit\)"):
     other.step()
   (row,) = read_rows(tmp_path / "other").values()
@@ -165,7 +178,7 @@ def test_a_failing_sbatch_is_asked_again(tmp_path, fake_slurm):
 
 
 def test_a_job_that_slurm_queued_again_is_not_submitted(tmp_path, fake_slurm):
-  driver = Driver(ONE, tmp_path, Slurm(tmp_path, {}, {}))
+  driver = Driver(ONE, tmp_path, Slurm(tmp_path, {}))
   driver.step()
   (run,) = (tmp_path / "runs").iterdir()
   (run / "ended.json").write_text('{"failed": false, "error": ""}')
@@ -191,8 +204,8 @@ def slurm_answers() -> bool:
 )
 def test_jobs_of_a_real_slurm_outlive_the_driver_and_lost_jobs_run_again(tmp_path):
   sweep = Sweep(tiny, [Grid("g", [{}], (Axis("lr", (0.001, 0.002)),))])
-  python_path = {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
-  make = lambda: Slurm(tmp_path, python_path, {"timeout_min": 20})
+  python_path = {"PYTHONPATH": str(ROOT)}
+  make = lambda: Slurm(tmp_path, python_path, ["--time=20"])
   first = Driver(sweep, tmp_path, make(), parallel=2)
   first.step()  # Submits both and is never called again.
   lost, kept = read_rows(tmp_path).values()
