@@ -250,7 +250,7 @@ class Session:
       spent=dataclasses.asdict(run.log.spent()),
       finished=finished,
       fsdp=self.mesh.shape[FSDP],
-      drained=self.method.plan.schedule.drained,
+      drained=self.method.sync.schedule.drained,
       contents=run.log.contents,
       mixtures=run.log.mixtures,
     )

@@ -14,7 +14,7 @@ class BareMethod:
 
   def __init__(self, state: TrainState, mesh: Mesh):
     schedule = Schedule(0, 1, (0,))
-    self.plan = types.SimpleNamespace(
+    self.sync = types.SimpleNamespace(
       place=OnDevices(mesh), schedule=schedule, mesh=mesh
     )
     self.state = state

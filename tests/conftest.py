@@ -138,11 +138,11 @@ def update(c: ml_collections.ConfigDict, fields: dict) -> None:
   c.update_from_flattened_dict(fields)
 
 
-def averaged(c, t: int, plan, state) -> tuple:
+def averaged(c, t: int, sync, state) -> tuple:
   """Averages what plug-ins average after inner step t; returns state and events."""
   from diloco.algorithm.method import BetweenSyncs  # Imports JAX.
 
-  still = types.SimpleNamespace(c=c, plan=plan, outer=lambda t, state: (t, state, []))
+  still = types.SimpleNamespace(c=c, sync=sync, outer=lambda t, state: (t, state, []))
   return BetweenSyncs(still).outer(t, state)[1:]
 
 
@@ -185,12 +185,12 @@ def lines(tmp_path):
   return f"files:{folder}/*.jsonl"
 
 
-def spans(plan, start: int, last: int, periods):
+def spans(sync, start: int, last: int, periods):
   """Cuts the steps after `start` into ranges, as the loop of diloco.train does."""
   from diloco.algorithm import overlap  # Imports JAX.
 
   t = start
   while t < last:
-    steps = overlap.span(plan, t, last, periods)
+    steps = overlap.span(sync, t, last, periods)
     yield steps
     t = steps[-1]

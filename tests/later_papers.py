@@ -29,12 +29,12 @@ class Mixing(plugins.Extension):
     mixing = Average(self.every, sent, self.average)
     return {"mixing": mixing} if self.every else {}
 
-  def average(self, t, plan, state):
+  def average(self, t, sync, state):
     embed = dict(state.params["embed"])
     tokens_M = embed["tokens"]
     embed["tokens"] = jnp.broadcast_to(tokens_M.mean(axis=0), tokens_M.shape)
     params = state.params | {"embed": embed}
-    sent = sizes.average_bytes(plan.replicas, tokens_M[0].size)
+    sent = sizes.average_bytes(sync.replicas, tokens_M[0].size)
     return dataclasses.replace(state, params=params), sent
 
 

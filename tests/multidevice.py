@@ -20,9 +20,10 @@ import plugins  # noqa: F401  Registers `feedback`.
 import diloco
 from diloco.algorithm import optimizers, overlap, slices
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.outer import drain, merge, outer_step, send, update
-from diloco.algorithm.state import TrainState, first_replica, init_state, replica_mean
+from diloco.algorithm.method import init_state
+from diloco.algorithm.outer import merge, outer_step, send, update
+from diloco.algorithm.state import TrainState, first_replica, replica_mean
+from diloco.algorithm.streaming import make_streaming
 from diloco.aot import hlo
 from diloco.aot.programs import Programs
 from diloco.config import Config, resolve
@@ -62,16 +63,16 @@ def losses(devices: int, **fields) -> list[list[float]]:
   mesh = make_mesh(c, jax.devices()[:devices])
   found, tuned = [], optimizers.tuned(c)
   with jax.set_mesh(mesh):
-    plan = make_plan(c, mesh)
-    s = init_state(c, mesh, plan)
+    sync = make_streaming(c, mesh)
+    s = init_state(c, mesh, sync)
     params, opt_state, outer = s.params, s.opt_state, s.outer
     for t in range(1, STEPS + 1):
       tokens = tokens_of(c, mesh, t)
       params, opt_state, metrics = inner_step(
         params, opt_state, tokens, tuned, c=c, averaged=t <= c.joint_steps
       )
-      if plan:
-        params, outer, _ = outer_step(plan, t, params, outer)
+      if sync:
+        params, outer, _ = outer_step(sync, t, params, outer)
       found.append(np.asarray(metrics.loss).tolist())
   return found
 
@@ -83,21 +84,21 @@ def bits(transport: str) -> dict:
   mesh = make_mesh(c, jax.devices()[:2])
   found, hidden, late, last = [], 0, 0, 13
   with jax.set_mesh(mesh):
-    plan = make_plan(c, mesh)
-    s = init_state(c, mesh, plan)
-    for steps in conftest.spans(plan, 0, last, (c.eval.every,)):
-      overlaps = overlap.overlap_steps(plan, steps[0] - 1) > 0
+    sync = make_streaming(c, mesh)
+    s = init_state(c, mesh, sync)
+    for steps in conftest.spans(sync, 0, last, (c.eval.every,)):
+      overlaps = overlap.overlap_steps(sync, steps[0] - 1) > 0
       tokens = [tokens_of(c, mesh, t) for t in steps]
-      s, metrics = overlap.inner_steps(c, plan, steps, s, tokens)
+      s, metrics = overlap.inner_steps(c, sync, steps, s, tokens)
       hidden += overlaps
-      for p in plan.schedule.sends(steps[0] - 1) if overlaps else []:
+      for p in sync.schedule.sends(steps[0] - 1) if overlaps else []:
         payload = s.outer.in_flight[p].payload
         there = payload.sharding.is_equivalent_to(exchange.transmitted(mesh), 3)
         late += not there  # This exchange would hide behind no inner step.
-      params, outer, _ = outer_step(plan, steps[-1], s.params, s.outer)
+      params, outer, _ = outer_step(sync, steps[-1], s.params, s.outer)
       s = TrainState(params, s.opt_state, outer)
       found += [np.asarray(m.loss).tolist() for m in metrics]
-    params, outer, _ = drain(plan, last, s.params, s.outer)
+    params, outer, _ = sync.drain(last, s.params, s.outer)
   ends = {"params": params, "theta": outer.theta, "momentum": outer.opt_state}
   counts = {"hidden": hidden, "late": late}
   return {"losses": found} | counts | {n: digest(x) for n, x in ends.items()}
@@ -113,23 +114,23 @@ def traffic(devices: int, **fields) -> dict:
   c = make_config(**fields)
   mesh = make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
-    plan = make_plan(c, mesh)
-    s = init_state(c, mesh, plan)
+    sync = make_streaming(c, mesh)
+    s = init_state(c, mesh, sync)
     tokens, tuned = tokens_of(c, mesh, 0), optimizers.tuned(c)
-    theta, layers = s.outer.theta[0], plan.layers[0]
+    theta, layers = s.outer.theta[0], sync.layers[0]
     args = (s.params, theta, s.outer.codec_state[0], layers, jax.random.key(0))
-    payload = plan.payload(0)
-    place = exchange.transmitted(mesh) if plan.transport.overlaps else payload.sharding
+    payload = sync.payload(0)
+    place = exchange.transmitted(mesh) if sync.transport.overlaps else payload.sharding
     sent = jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=place)
     wire, opt_state = {"wire": c.wire, "mesh": mesh}, s.outer.opt_state[0]
     everyone = np.ones(c.replicas, bool)
     programs = {
       "inner": inner_step.lower(s.params, s.opt_state, tokens, tuned, c=c),
       "send": send.lower(*args, **wire),
-      "update": update.lower(theta, opt_state, sent, plan.tuned, outer=c.outer, **wire),
-      "merge": merge.lower(s.params, theta, layers, everyone, alpha=plan.alpha),
+      "update": update.lower(theta, opt_state, sent, sync.tuned, outer=c.outer, **wire),
+      "merge": merge.lower(s.params, theta, layers, everyone, alpha=sync.alpha),
     }
-    if plan.transport.overlaps:  # A psum is a part of update.
+    if sync.transport.overlaps:  # A psum is a part of update.
       programs["transmit"] = transmit.lower(payload, mesh=mesh)
       given = np.int32(3), s.params, s.opt_state, [tokens] * 3, tuned, [payload]
       programs["hidden"] = overlap.overlapped_exchange.lower(*given, c=c, mesh=mesh)
@@ -140,7 +141,7 @@ def traffic(devices: int, **fields) -> dict:
     for name, text in texts.items()
   }
   crossing["bytes"] = {n: hlo.replica_bytes(text, mesh) for n, text in texts.items()}
-  crossing["booked"] = plan.sync_bytes(0)
+  crossing["booked"] = sync.sync_bytes(0)
   assert real.shape == payload.shape
   assert real.sharding.is_equivalent_to(payload.sharding, real.ndim)
   crossing["payload_shape"] = list(payload.shape)
@@ -159,14 +160,14 @@ def averages(devices: int, **fields) -> dict:
   mesh = make_mesh(c, jax.devices()[:devices])
   programs = Programs(c, mesh)
   with jax.set_mesh(mesh):
-    plan = make_plan(c, mesh)
-    s = init_state(c, mesh, plan)
+    sync = make_streaming(c, mesh)
+    s = init_state(c, mesh, sync)
     draw = lambda x: np.random.default_rng(x.size).normal(size=x.shape)
     put = lambda x: jax.device_put(draw(x).astype(x.dtype), x.sharding)
     s = TrainState(*jax.tree.map(put, (s.params, s.opt_state)), s.outer)
     old = jax.tree.map(np.asarray, (s.params, s.opt_state))
     places = jax.tree.map(lambda x: x.sharding, (s.params, s.opt_state))
-    s, events = conftest.averaged(c, 1, plan, s)
+    s, events = conftest.averaged(c, 1, sync, s)
   right, changed = True, [0, 0]
   for i, three in enumerate(zip(old, (s.params, s.opt_state), places)):
     for x, y, place in zip(*map(jax.tree.leaves, three)):
@@ -178,7 +179,7 @@ def averages(devices: int, **fields) -> dict:
   crossing = {x.fragment: programs.compile(x.fragment).crossing for x in events}
   booked = {x.fragment: x.sent for x in events}
   n = shapes.num_params(c.model)
-  values = sparta.count(0.1, plan.parameters, mesh.shape[sharding.FSDP])
+  values = sparta.count(0.1, sync.parameters, mesh.shape[sharding.FSDP])
   found = {"crossing": crossing, "booked": booked, "right": bool(right)}
   return found | {"changed": changed, "expected": [values, n]}
 
@@ -189,8 +190,8 @@ def coded_moments(devices: int, **fields) -> list[float]:
   c = make_config(**fields, **own)
   programs = Programs(c, make_mesh(c, jax.devices()[:devices]))
   with jax.set_mesh(programs.mesh):
-    plan = make_plan(c, programs.mesh)
-    _, (event,) = conftest.averaged(c, 1, plan, init_state(c, programs.mesh, plan))
+    sync = make_streaming(c, programs.mesh)
+    _, (event,) = conftest.averaged(c, 1, sync, init_state(c, programs.mesh, sync))
   return [programs.compile(event.fragment).crossing, event.sent]
 
 
@@ -206,8 +207,8 @@ def whole_models() -> dict:
   )
   found = {}
   with jax.set_mesh(mesh):
-    plan = make_plan(c, mesh)
-    s = init_state(c, mesh, plan)
+    sync = make_streaming(c, mesh)
+    s = init_state(c, mesh, sync)
     old = {id(x): x for x in jax.live_arrays()}
     most = []
 
@@ -216,7 +217,7 @@ def whole_models() -> dict:
         most.append(on_device(x for x in jax.live_arrays() if id(x) not in old))
         yield theta
 
-    joined = slices.join(thetas(), plan.layers, whole, mesh)
+    joined = slices.join(thetas(), sync.layers, whole, mesh)
     found["joining"] = max(most) / shard
     same = jax.tree.map(lambda a, b: bool((a == b[0]).all()), joined, s.params)
     found["same"] = all(jax.tree.leaves(same))
@@ -235,7 +236,7 @@ def gradients(devices: int, **fields) -> dict:
   c = make_config(algorithm="data_parallel", **fields)
   mesh = make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
-    s = init_state(c, mesh, make_plan(c, mesh))
+    s = init_state(c, mesh, make_streaming(c, mesh))
     args = (s.params, s.opt_state, tokens_of(c, mesh, 0), optimizers.tuned(c))
     text = inner_step.lower(*args, c=c).compile().as_text()
   crossing = hlo.across_replicas(text, mesh)
@@ -388,13 +389,13 @@ def diagnosed(devices: int, fsdp: int) -> dict[str, list]:
   mesh = make_mesh(c, jax.devices()[:devices])
   rng, found = np.random.default_rng(0), {}
   with jax.set_mesh(mesh):
-    plan = make_plan(c, mesh)
-    s = init_state(c, mesh, plan)
+    sync = make_streaming(c, mesh)
+    s = init_state(c, mesh, sync)
     draw = lambda x: jax.device_put(np.float32(rng.normal(size=x.shape)), x.sharding)
     moved_M = jax.tree.map(lambda x: x + 0.1 * draw(x), s.params)
     for p, (theta, state) in enumerate(zip(s.outer.theta, s.outer.codec_state)):
-      payload, _, metrics = plan.send(3, p, moved_M, theta, state)
-      args, kind = (theta, payload, plan.layers[p]), {"wire": plan.wire, "mesh": mesh}
+      payload, _, metrics = sync.encode(3, p, moved_M, theta, state)
+      args, kind = (theta, payload, sync.layers[p]), {"wire": sync.wire, "mesh": mesh}
       metrics |= measure.of_send(moved_M, *args, **kind)
       found |= {f"{name}, {p}": np.asarray(x).tolist() for name, x in metrics.items()}
     rows = np.arange(2 * 4 * c.model.seq_len).reshape(2, 4, -1).astype(np.int32) % 64

@@ -8,7 +8,8 @@ Steps are numbered from 1; t counts finished inner steps.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 import jax
@@ -17,19 +18,15 @@ from jax.sharding import Mesh
 
 from diloco.algorithm import overlap
 from diloco.algorithm.inner import InnerMetrics
-from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import OuterTuned, judged
-from diloco.algorithm.outer import drain
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import (
   Event,
   TrainState,
   abstract_inner,
-  abstract_state,
   first_replica,
-  init_state,
-  outer_params,
+  init_inner,
 )
+from diloco.algorithm.streaming import Streaming, make_streaming
 from diloco.config import Config
 from diloco.util.types import PyTree
 
@@ -41,22 +38,22 @@ class DiLoCo:
   Attributes:
     c: the config by which the method trains.
     mesh: the device mesh.
-    plan: how the replicas are synchronised.
+    sync: synchronises the replicas.
   """
 
   c: Config
   mesh: Mesh
-  plan: Plan
+  sync: Streaming
 
   def connect(self) -> None:
     """Opens the connections that the outer step needs; all processes call this."""
-    self.plan.transport.connect()
+    self.sync.transport.connect()
 
   def init(
     self, seed: jax.Array | None = None, params: PyTree | None = None
   ) -> TrainState:
-    """Makes the first state; see `state.init_state`."""
-    return init_state(self.c, self.mesh, self.plan, seed, params)
+    """Makes the first state; see `init_state`."""
+    return init_state(self.c, self.mesh, self.sync, seed, params)
 
   def abstract(self, t: int, fsdp: int, drained: bool) -> TrainState:
     """Describes the state after step t, without computing it, for a checkpoint.
@@ -65,8 +62,8 @@ class DiLoCo:
       fsdp: size of the fsdp axis that encoded the payloads in flight.
       drained: whether nothing is in flight.
     """
-    in_flight = () if drained else self.plan.schedule.in_flight(t)
-    return abstract_state(self.c, self.mesh, self.plan, in_flight, fsdp)
+    in_flight = () if drained else self.sync.schedule.in_flight(t)
+    return abstract_state(self.c, self.mesh, self.sync, in_flight, fsdp)
 
   def enter(self, t: int, state: TrainState) -> tuple[int, TrainState]:
     """Joins the run with the state after step t; returns where training goes on."""
@@ -74,7 +71,7 @@ class DiLoCo:
 
   def span(self, t: int, last: int, periods: Sequence[int]) -> range:
     """Returns the inner steps after step t of one launch; see `overlap.span`."""
-    return overlap.span(self.plan, t, last, periods)
+    return overlap.span(self.sync, t, last, periods)
 
   def inner(
     self, steps: range, state: TrainState, tokens: list[jax.Array]
@@ -89,7 +86,7 @@ class DiLoCo:
     Returns:
       The new state, and the metrics of each step; waits for neither.
     """
-    return overlap.inner_steps(self.c, self.plan, steps, state, tokens)
+    return overlap.inner_steps(self.c, self.sync, steps, state, tokens)
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
     """Runs what is due after inner step t: lines 6 to 12 of Algorithm 2.
@@ -97,8 +94,7 @@ class DiLoCo:
     Returns:
       The step after which training goes on, the new state, and what happened.
     """
-    plan = self.plan
-    params, outer, events = plan.step(plan, t, state.params, state.outer)
+    params, outer, events = self.sync.step(t, state.params, state.outer)
     return t, TrainState(params, state.opt_state, outer), events
 
   def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
@@ -107,8 +103,8 @@ class DiLoCo:
     Raises:
       Stopped: a signal came while this process waited for others.
     """
-    args = (self.plan, t, state.params, state.outer, self.c.outer.final_sync)
-    params, outer, events = drain(*args)
+    final_sync = self.c.outer.final_sync
+    params, outer, events = self.sync.drain(t, state.params, state.outer, final_sync)
     return TrainState(params, state.opt_state, outer), events
 
   def params(self, state: TrainState) -> PyTree:
@@ -116,16 +112,16 @@ class DiLoCo:
 
     These are the outer parameters, as in the papers (2501.18512, Table 3).
     """
-    return outer_params(self.plan, state.outer)
+    return self.sync.params(state.outer)
 
   def after_drain(self, t: int) -> "DiLoCo":
     """Returns the method of a run that finished after step t and is now extended."""
-    return dataclasses.replace(self, plan=self.plan.after_drain(t))
+    return dataclasses.replace(self, sync=self.sync.after_drain(t))
 
   def tune(self, seed: jax.Array | int, tuned: OuterTuned) -> "DiLoCo":
     """Returns the method with another seed and tuned numbers; tracers are allowed."""
-    plan = dataclasses.replace(self.plan, seed=seed, tuned=tuned)
-    return dataclasses.replace(self, plan=plan)
+    sync = dataclasses.replace(self.sync, seed=seed, tuned=tuned)
+    return dataclasses.replace(self, sync=sync)
 
   def recovers(self, t: int) -> bool:
     """Returns whether training goes on, although a loss up to step t is not finite."""
@@ -153,13 +149,13 @@ class DiLoCo:
       reason: finished, stopped (and saved), or ended (by an error).
     """
     del reason
-    self.plan.place.close()
+    self.sync.close()
 
 
 class DataParallel(DiLoCo):
   """The baseline: one model, whose gradient is averaged over all devices.
 
-  Its plan has no fragments, so its outer step does nothing.
+  It has no fragments, so its outer step does nothing.
   """
 
   def params(self, state: TrainState) -> PyTree:
@@ -190,10 +186,10 @@ class BetweenSyncs(Wrapper):
   """Another method; plug-ins average values over its replicas before the outer step."""
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    c, plan, averages = self.method.c, self.method.plan, list[Event]()
+    c, sync, averages = self.method.c, self.method.sync, list[Event]()
     for kind in c.averages_after(t):
       with TraceAnnotation(kind):
-        state, sent = c.averages[kind].run(t, plan, state)
+        state, sent = c.averages[kind].run(t, sync, state)
       averages.append(Event("average", kind, t, sent, {}))
     t, state, events = self.method.outer(t, state)
     return t, state, averages + events
@@ -203,9 +199,48 @@ def make_method(c: Config, mesh: Mesh) -> Method:
   """Makes the method of a config.
 
   Raises:
-    ConfigError: inner.optimizer cannot step the parameters, or see `make_plan`.
+    ConfigError: inner.optimizer cannot step the parameters, or see `make_streaming`.
   """
   abstract_inner(c, mesh)  # Finds mistakes in inner.optimizer; computes nothing.
-  plan = make_plan(c, mesh)
-  method = (DiLoCo if plan.fragments else DataParallel)(c, mesh, plan)
+  sync = make_streaming(c, mesh)
+  method = (DiLoCo if sync.fragments else DataParallel)(c, mesh, sync)
   return BetweenSyncs(method) if c.averages else method
+
+
+def init_state(
+  c: Config,
+  mesh: Mesh,
+  sync: Streaming,
+  seed: jax.Array | None = None,
+  params: PyTree | None = None,
+) -> TrainState:
+  """Makes the first state: all replicas start from the same parameters.
+
+  Args:
+    seed: int32 []; None: the seed of the config.
+    params: one replica's parameters, sharded over fsdp; None: the seed draws them.
+  """
+  places = jax.tree.map(lambda x: x.sharding, abstract_inner(c, mesh))
+  init = jax.jit(functools.partial(init_inner, c), out_shardings=places)
+  key = jax.random.key(c.seed if seed is None else seed)
+  params_M, opt_state_M = init(key, params)
+  return TrainState(params_M, opt_state_M, sync.init(params_M))
+
+
+def abstract_state(
+  c: Config,
+  mesh: Mesh,
+  sync: Streaming,
+  in_flight: Iterable[int] = (),
+  fsdp: int | None = None,
+) -> TrainState:
+  """Describes shapes, dtypes and shardings of a state, without computing it.
+
+  Args:
+    sync: how replicas are synchronised.
+    in_flight: fragments whose payloads the state holds.
+    fsdp: size of the fsdp axis that encoded the payloads; None: as in this mesh.
+  """
+  params_M, opt_state_M = abstract_inner(c, mesh)
+  outer = sync.abstract(params_M, in_flight, fsdp)
+  return TrainState(params_M, opt_state_M, outer)

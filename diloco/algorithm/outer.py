@@ -14,8 +14,9 @@ parameters and optimizer state. `send` and `update` define what is computed; `fu
 has a faster form of both, with the same arguments and the same bits.
 """
 
-import dataclasses
+from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,9 @@ from jax.sharding import Mesh
 
 from diloco.algorithm import optimizers, sync_metrics
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.slices import outer_gradient, put, take
 from diloco.algorithm.state import Event, OuterState
+from diloco.algorithm.sync_metrics import Metrics
 from diloco.mesh.sharding import REPLICA
 from diloco.spec import plugins
 from diloco.spec.fields import WireConfig
@@ -36,8 +37,25 @@ from diloco.util.types import PyTree
 from diloco.wire import exchange
 
 
+class Lines(Protocol):
+  """Lines 7 to 12 of one fragment. `streaming.Streaming` knows where arrays lie."""
+
+  @property
+  def schedule(self) -> Schedule: ...
+  def sync_bytes(self, p: int) -> int: ...
+  def send(
+    self, t: int, p: int, params_M: PyTree, state: OuterState
+  ) -> tuple[OuterState, Metrics]: ...
+  def receive(
+    self, p: int, state: OuterState
+  ) -> tuple[OuterState, PyTree, Metrics]: ...
+  def merge(
+    self, p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
+  ) -> PyTree: ...
+
+
 def outer_step(
-  plan: Plan, t: int, params_M: PyTree, state: OuterState, last_send: int | None = None
+  sync: Lines, t: int, params_M: PyTree, state: OuterState, last_send: int | None = None
 ) -> tuple[PyTree, OuterState, list[Event]]:
   """Runs lines 6 to 12 after inner step t.
 
@@ -47,15 +65,15 @@ def outer_step(
     last_send: the last step after which fragments are sent; None: no last step.
   """
   events = list[Event]()
-  for p in plan.schedule.sends(t, last_send):  # Line 6.
-    state, sent = plan.place.send(plan, t, p, params_M, state)  # Lines 7 and 8.
-    events.append(Event("send", p, t, plan.sync_bytes(p), sent))
-  for p, mask in plan.schedule.arrivals(t, last_send):  # Line 9.
+  for p in sync.schedule.sends(t, last_send):  # Line 6.
+    state, sent = sync.send(t, p, params_M, state)  # Lines 7 and 8.
+    events.append(Event("send", p, t, sync.sync_bytes(p), sent))
+  for p, mask in sync.schedule.arrivals(t, last_send):  # Line 9.
     theta = state.theta[p]
-    if plan.schedule.is_outer_step(p, t):  # Once, at the earliest arrival.
-      state, theta, received = plan.place.receive(plan, p, state)  # Lines 10 and 11.
+    if sync.schedule.is_outer_step(p, t):  # Once, at the earliest arrival.
+      state, theta, received = sync.receive(p, state)  # Lines 10 and 11.
       events.append(Event("receive", p, t, 0, received))
-    params_M = plan.place.merge(plan, p, params_M, theta, mask)  # Line 12.
+    params_M = sync.merge(p, params_M, theta, mask)  # Line 12.
   return params_M, state, events
 
 
@@ -70,7 +88,7 @@ def send(
   *,
   wire: WireConfig,
   mesh: Mesh,
-) -> tuple[jax.Array, PyTree, sync_metrics.Metrics]:
+) -> tuple[jax.Array, PyTree, Metrics]:
   """Lines 7 and 8: encodes the outer gradient of every replica; reduces nothing.
 
   Args:
@@ -103,7 +121,7 @@ def _update(
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[PyTree, PyTree, sync_metrics.Metrics]:
+) -> tuple[PyTree, PyTree, Metrics]:
   """Lines 10 and 11: decode, average in float32, step the outer optimizer.
 
   Args:
@@ -113,7 +131,7 @@ def _update(
     tuned: learning rate and momentum.
     weights_M: weights of the mean, float32 [M]; None: the plain mean. An absent
       replica has the weight 0.
-    mesh: `Plan.place.mesh`, on which the outer state lies.
+    mesh: `Streaming.place.mesh`, on which the outer state lies.
 
   Returns:
     New theta, new opt_state, metrics float32 [].
@@ -176,23 +194,3 @@ def merge(
     return jnp.where(mask, mixed.astype(x_M.dtype), x_M)
 
   return put(params_M, jax.tree.map(lambda t: t[None], theta), layers, mix)
-
-
-def drain(
-  plan: Plan, last: int, params_M: PyTree, state: OuterState, final_sync: bool = False
-) -> tuple[PyTree, OuterState, list[Event]]:
-  """Receives the fragments in flight after the last step.
-
-  With `final_sync`, it then synchronises all fragments once more.
-  """
-  events, t = list[Event](), last
-  for t in range(last + 1, last + max(plan.schedule.taus) + 1):
-    params_M, state, more = plan.step(plan, t, params_M, state, last_send=last)
-    events += more
-  if final_sync:
-    # No other send has used the step t + 1, so the random numbers are new.
-    now = Schedule(len(plan.fragments), 1, (0,) * plan.replicas)
-    plan = dataclasses.replace(plan, schedule=now)
-    params_M, state, more = outer_step(plan, t + 1, params_M, state)
-    events += more
-  return params_M, state, events

@@ -17,41 +17,41 @@ from jax.sharding import Mesh
 
 from diloco.algorithm.inner import InnerMetrics, inner_step
 from diloco.algorithm.optimizers import Tuned, tuned
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import InFlight, TrainState
+from diloco.algorithm.streaming import Streaming
 from diloco.config import Config
 from diloco.util.types import PyTree
 from diloco.wire import transport
 
 
-def overlap_steps(plan: Plan, t: int) -> int:
+def overlap_steps(sync: Streaming, t: int) -> int:
   """Counts the inner steps that share a program with the exchange after step t."""
-  return plan.schedule.overlap_steps(t) if plan.transport.overlaps else 0
+  return sync.schedule.overlap_steps(t) if sync.transport.overlaps else 0
 
 
-def span(plan: Plan, t: int, last: int, periods: Iterable[int]) -> range:
+def span(sync: Streaming, t: int, last: int, periods: Iterable[int]) -> range:
   """Returns the inner steps after step t that are launched together.
 
   These are one inner step, or the inner steps that overlap one exchange. No evaluation
   and no checkpoint falls inside the range.
 
   Args:
-    plan: how replicas are synchronised.
+    sync: how replicas are synchronised.
     t: number of finished inner steps, less than `last`.
     last: the last inner step.
     periods: a range ends at every multiple of a period; 0 means never.
   """
   ends = [last - t, *(period - t % period for period in periods if period)]
-  return range(t + 1, t + 1 + min(max(overlap_steps(plan, t), 1), *ends))
+  return range(t + 1, t + 1 + min(max(overlap_steps(sync, t), 1), *ends))
 
 
 def inner_steps(
-  c: Config, plan: Plan, steps: range, state: TrainState, tokens: list[jax.Array]
+  c: Config, sync: Streaming, steps: range, state: TrainState, tokens: list[jax.Array]
 ) -> tuple[TrainState, list[InnerMetrics]]:
   """Runs a range of inner steps, together with the exchange that they overlap.
 
   Args:
-    plan: how replicas are synchronised.
+    sync: how replicas are synchronised.
     steps: a range from `span`.
     state: the state before the steps; params and opt_state are donated.
     tokens: int32 [M, B, L] for each step.
@@ -60,14 +60,14 @@ def inner_steps(
     The state after the steps and the metrics of each step; waits for neither.
   """
   arrays, numbers = (state.params, state.opt_state), tuned(c)
-  if not overlap_steps(plan, steps[0] - 1):
+  if not overlap_steps(sync, steps[0] - 1):
     params_M, opt_state_M, metrics = inner_step(
       *arrays, *tokens, numbers, c=c, averaged=steps[-1] <= c.joint_steps
     )
     return TrainState(params_M, opt_state_M, state.outer), [metrics]
-  sent = plan.schedule.sends(steps[0] - 1)
+  sent = sync.schedule.sends(steps[0] - 1)
   # The list of tokens has a fixed length, so that one program serves every count.
-  spare = plan.schedule.longest_overlap - len(tokens)
+  spare = sync.schedule.longest_overlap - len(tokens)
   params_M, opt_state_M, by_step, arrived = overlapped_exchange(
     np.int32(len(tokens)),
     *arrays,
@@ -75,7 +75,7 @@ def inner_steps(
     numbers,
     [state.outer.in_flight[p].payload for p in sent],
     c=c,
-    mesh=plan.mesh,
+    mesh=sync.mesh,
   )
   received = {p: InFlight(x, arrived=True) for p, x in zip(sent, arrived)}
   in_flight = {**state.outer.in_flight, **received}

@@ -6,36 +6,35 @@ Offloaded   The outer state lives in pinned memory of the devices' hosts. A frag
 OnHosts     The outer state lives on the hosts: every process holds all of it on its
             CPU, and a thread updates it there from everyone's payloads.
 
-What is computed is the same; see `Plan` for the lines themselves.
+What is computed is the same; `streaming.Streaming` gives the lines themselves.
 """
 
 import dataclasses
 import functools
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diloco.algorithm.state import InFlight, OuterState
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.modes import plain_modes
 from diloco.util.types import PyTree
 
-if TYPE_CHECKING:
-  from diloco.algorithm.plan import Plan
-  from diloco.algorithm.state import InFlight, OuterState
-
 Result = TypeVar("Result")
 # Takes theta, opt_state and one more tree; returns new theta, new opt_state, metrics.
 Update: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, Metrics]]
-Updated: TypeAlias = tuple["OuterState", PyTree, Metrics]
+# Takes theta on the devices and codec_state; returns payload, codec_state, metrics.
+Encode: TypeAlias = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree, Metrics]]
+Updated: TypeAlias = tuple[OuterState, PyTree, Metrics]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,29 +53,27 @@ class OnDevices:
     return self.devices
 
   def send(
-    self, plan: "Plan", t: int, p: int, params_M: PyTree, state: "OuterState"
-  ) -> tuple["OuterState", Metrics]:
-    """Lines 7 and 8: sends fragment p after step t; returns it in flight."""
+    self, encode: Encode, update: Update, p: int, state: OuterState
+  ) -> tuple[OuterState, Metrics]:
+    """Lines 7 and 8: sends fragment p; returns it in flight.
+
+    Args:
+      encode: lines 7 and 8.
+      update: lines 10 and 11, which may begin once the payload is there.
+    """
     theta, opt_state, codec_state = state.fragment(p)
-    there = self.fetch(theta)
-    payload, codec_state, sent = plan.send(t, p, params_M, there, codec_state)
+    payload, codec_state, sent = encode(self.fetch(theta), codec_state)
     return state.after_send(p, theta, opt_state, codec_state, payload), sent
 
-  def receive(self, plan: "Plan", p: int, state: "OuterState") -> Updated:
+  def receive(self, update: Update, p: int, state: OuterState) -> Updated:
     """Lines 10 and 11 for fragment p in flight; theta and opt_state are donated.
 
     Returns:
       The new state, the fragment's new theta on `mesh`, metrics float32 [].
     """
-    return self.update(plan.receive, p, state, state.in_flight[p])
+    return self.update(update, p, state, state.in_flight[p])
 
-  def merge(
-    self, plan: "Plan", p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
-  ) -> PyTree:
-    """Line 12 for fragment p; theta is that of the state or of `receive`."""
-    return plan.merge(p, params_M, self.fetch(theta), mask)
-
-  def update(self, line: Update, p: int, state: "OuterState", given: PyTree) -> Updated:
+  def update(self, line: Update, p: int, state: OuterState, given: PyTree) -> Updated:
     """Updates fragment p by a function, such as lines 10 and 11, on `mesh`.
 
     Args:
@@ -123,11 +120,11 @@ class Offloaded(OnDevices):
       )
 
   def send(
-    self, plan: "Plan", t: int, p: int, params_M: PyTree, state: "OuterState"
-  ) -> tuple["OuterState", Metrics]:
-    return super().send(plan, t, p, params_M, _moved(state, p, "device"))
+    self, encode: Encode, update: Update, p: int, state: OuterState
+  ) -> tuple[OuterState, Metrics]:
+    return super().send(encode, update, p, _moved(state, p, "device"))
 
-  def update(self, line: Update, p: int, state: "OuterState", given: PyTree) -> Updated:
+  def update(self, line: Update, p: int, state: OuterState, given: PyTree) -> Updated:
     state = _moved(state, p, "device")  # In memory already, unless the run resumed.
     state, theta, metrics = super().update(line, p, state, given)
     return _moved(state, p, "pinned_host"), theta, metrics
@@ -143,7 +140,7 @@ class Offloaded(OnDevices):
 
 
 class Jobs:
-  """Runs one job per exchange in flight, such as `Plan.receive`.
+  """Runs one job per exchange in flight, such as lines 10 and 11.
 
   In the foreground, a job runs when its fragment arrives. In the background, a thread
   runs the jobs in the order of the sends while the devices train.
@@ -209,24 +206,24 @@ class OnHosts(OnDevices):
     return self.hosts
 
   def send(
-    self, plan: "Plan", t: int, p: int, params_M: PyTree, state: "OuterState"
-  ) -> tuple["OuterState", Metrics]:
-    state, sent = super().send(plan, t, p, params_M, state)
+    self, encode: Encode, update: Update, p: int, state: OuterState
+  ) -> tuple[OuterState, Metrics]:
+    state, sent = super().send(encode, update, p, state)
     theta, opt_state, _ = state.fragment(p)
-    job = functools.partial(self._receive, plan)
+    job = functools.partial(self._update, update)
     self._jobs.start(p, job, theta, opt_state, state.in_flight[p])
     return state, sent
 
-  def receive(self, plan: "Plan", p: int, state: "OuterState") -> Updated:
+  def receive(self, update: Update, p: int, state: OuterState) -> Updated:
     theta, opt_state, _ = state.fragment(p)
-    job = functools.partial(self._receive, plan)
+    job = functools.partial(self._update, update)
     theta, opt_state, metrics = self._jobs.finish(
       p, job, theta, opt_state, state.in_flight[p]
     )
     metrics |= {"waited_s": np.float32(self._jobs.waited_s)}
     return state.after_update(p, theta, opt_state), theta, metrics
 
-  def update(self, line: Update, p: int, state: "OuterState", given: PyTree) -> Updated:
+  def update(self, line: Update, p: int, state: OuterState, given: PyTree) -> Updated:
     with jax.set_mesh(self.hosts):
       return super().update(line, p, state, self.keep(given))
 
@@ -249,11 +246,11 @@ class OnHosts(OnDevices):
   def close(self) -> None:
     self._jobs.close()
 
-  def _receive(
-    self, plan: "Plan", theta: PyTree, opt_state: PyTree, flying: "InFlight"
+  def _update(
+    self, update: Update, theta: PyTree, opt_state: PyTree, flying: InFlight
   ) -> tuple[PyTree, PyTree, Metrics]:
     with jax.set_mesh(self.hosts):
-      return plan.receive(theta, opt_state, flying)
+      return update(theta, opt_state, flying)
 
 
 def make_place(mesh: Mesh, hosts: Mesh | None, offload: bool) -> OnDevices:
@@ -278,7 +275,7 @@ def _are_same(a: PyTree, b: PyTree) -> bool:
   return len(x) == len(y) and all(map(operator.is_, x, y))
 
 
-def _moved(state: "OuterState", p: int, kind: str) -> "OuterState":
+def _moved(state: OuterState, p: int, kind: str) -> OuterState:
   """Returns the state with fragment p in another memory of the devices."""
   theta, opt_state, _ = state.fragment(p)
   return state.with_fragment(p, *_in_memory((theta, opt_state), kind))

@@ -2,18 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
-from typing import TypeVar, cast
+from collections.abc import Mapping
+from typing import TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from diloco.algorithm import optimizers, slices
-from diloco.algorithm.optimizers import Outer
-from diloco.algorithm.plan import Plan
+from diloco.algorithm import optimizers
 from diloco.algorithm.sync_metrics import Metric
 from diloco.config import Config
 from diloco.errors import ConfigError
@@ -21,9 +18,7 @@ from diloco.mesh import sharding
 from diloco.mesh.sharding import REPLICA
 from diloco.model import registry
 from diloco.spec import shapes
-from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
-from diloco.wire import exchange
 
 T = TypeVar("T")
 # A fragment's theta, opt_state and codec_state, or their shapes, or their shardings.
@@ -136,89 +131,9 @@ class Event:
   metrics: Mapping[str, Metric]
 
 
-def init_state(
-  c: Config,
-  mesh: Mesh,
-  plan: Plan,
-  seed: jax.Array | None = None,
-  params: PyTree | None = None,
-) -> TrainState:
-  """Makes the first state: all replicas start from the same parameters.
-
-  Args:
-    seed: int32 []; None: the seed of the config.
-    params: one replica's parameters, sharded over fsdp; None: the seed draws them.
-  """
-  places = jax.tree.map(lambda x: x.sharding, abstract_inner(c, mesh))
-  init = jax.jit(functools.partial(_init_inner, c), out_shardings=places)
-  key = jax.random.key(c.seed if seed is None else seed)
-  params_M, opt_state_M = init(key, params)
-  return TrainState(params_M, opt_state_M, init_outer(plan, params_M))
-
-
-def init_outer(plan: Plan, params_M: PyTree) -> OuterState:
-  """Makes the first outer state; its parameters are those of replica 0."""
-  parts = []
-  for p, layers in enumerate(plan.layers):
-    theta, opt_state, codec_state = _init_fragment(params_M, layers, **plan.kind(p))
-    parts.append((*plan.place.keep((theta, opt_state)), codec_state))
-  return _outer_state(parts, {})
-
-
-def abstract_state(
-  c: Config,
-  mesh: Mesh,
-  plan: Plan,
-  in_flight: Iterable[int] = (),
-  fsdp: int | None = None,
-) -> TrainState:
-  """Describes shapes, dtypes and shardings of a state, without computing it.
-
-  Args:
-    plan: how replicas are synchronised.
-    in_flight: fragments whose payloads the state holds.
-    fsdp: size of the fsdp axis that encoded the payloads; None: as in this mesh.
-  """
-  params_M, opt_state_M = abstract_inner(c, mesh)
-  outer = abstract_outer(plan, params_M, in_flight, fsdp)
-  return TrainState(params_M, opt_state_M, outer)
-
-
-def abstract_outer(
-  plan: Plan, params_M: PyTree, in_flight: Iterable[int] = (), fsdp: int | None = None
-) -> OuterState:
-  """Describes an outer state; see `abstract_state`.
-
-  Args:
-    params_M: parameters of all replicas, or their shapes.
-  """
-  parts = []
-  for p, layers in enumerate(plan.layers):
-    init = functools.partial(_init_fragment, **plan.kind(p))
-    state = jax.eval_shape(init, params_M, layers)
-    theta_at, opt_at, codec_at = _outer_shardings(state, plan.outer, plan.mesh)
-    places = (*plan.place.shardings((theta_at, opt_at)), codec_at)
-    parts.append(sharding.structs(state, places))
-  payload = lambda p: cast(jax.Array, plan.payload(p, fsdp))  # Its shape alone.
-  payloads = {p: InFlight(payload(p)) for p in in_flight}
-  return _outer_state(parts, payloads)
-
-
 def abstract_params(c: Config) -> PyTree:
   """Describes shapes and dtypes of one replica's parameters."""
   return sharding.abstract(shapes.parameters(c.model), c.model.param_dtype)
-
-
-def outer_params(plan: Plan, state: OuterState) -> PyTree:
-  """Joins the outer parameters of all fragments, each from its own last sync.
-
-  Returns:
-    One replica's tree, float32, sharded over fsdp.
-  """
-  # Waits: jobs and the copies below must not start collectives at the same time.
-  plan.place.settle()
-  thetas = map(plan.place.fetch, state.theta)
-  return slices.join(thetas, plan.layers, plan.parameters, plan.mesh)
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
@@ -235,7 +150,7 @@ def first_replica(params_M: PyTree, *, mesh: Mesh) -> PyTree:
   return jax.lax.with_sharding_constraint(first, sharding.shardings(first, mesh))
 
 
-def _init_inner(
+def init_inner(
   c: Config, key: jax.Array, params: PyTree | None = None
 ) -> tuple[PyTree, PyTree]:
   """Makes parameters and inner optimizer state, the same for all replicas."""
@@ -256,7 +171,7 @@ def abstract_inner(c: Config, mesh: Mesh) -> tuple[PyTree, PyTree]:
   """
   optimizer, leading = optimizers.make_inner(c), (None if c.one_model else REPLICA,)
   # Makes the key in eval_shape too: the devices of a dry run cannot compute.
-  params_M, opt_state_M = jax.eval_shape(lambda: _init_inner(c, jax.random.key(0)))
+  params_M, opt_state_M = jax.eval_shape(lambda: init_inner(c, jax.random.key(0)))
   found = c.algorithm, c.model.param_dtype
   if optimizers.averages(opt_state_M) and found != ("data_parallel", "float32"):
     raise ConfigError(
@@ -269,43 +184,6 @@ def abstract_inner(c: Config, mesh: Mesh) -> tuple[PyTree, PyTree]:
     "inner.optimizer", optimizer, abstract_params(c), mesh, leading
   )
   return sharding.structs((params_M, opt_state_M), (params_at, opt_at))
-
-
-@functools.partial(jax.jit, static_argnames=("keys", "wire", "outer", "mesh"))
-def _init_fragment(
-  params_M: PyTree,
-  layers: np.ndarray,
-  *,
-  keys: tuple[str, ...],
-  wire: WireConfig,
-  outer: Outer,
-  mesh: Mesh,
-) -> Parts:
-  """Makes the first theta, opt_state and codec_state of a fragment."""
-  part_M = slices.take(params_M, keys, layers)
-  theta = jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), part_M)
-  opt_state = optimizers.make_outer(outer).init(theta)
-  codec_state = exchange.init_state(wire, jax.tree.map(jnp.float32, part_M))
-  state = (theta, opt_state, codec_state)
-  places = _outer_shardings(state, outer, mesh)
-  return jax.lax.with_sharding_constraint(state, places)
-
-
-def _outer_shardings(state: Parts, outer: Outer, mesh: Mesh) -> Parts:
-  """Returns device shardings of a fragment's theta, opt_state and codec_state."""
-  theta, _, codec_state = state
-  theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh)
-  led = sharding.with_leading(theta_at, (REPLICA,))
-  codec_at = jax.tree.map(
-    lambda at, tensor: jax.tree.map(lambda _: at, tensor), led, codec_state
-  )
-  return theta_at, opt_at, codec_at
-
-
-def _outer_state(parts: list[Parts], in_flight: dict[int, InFlight]) -> OuterState:
-  """Joins theta, opt_state and codec_state of each fragment."""
-  thetas, opt_states, codec_states = zip(*parts) if parts else ((), (), ())
-  return OuterState(thetas, opt_states, codec_states, in_flight)
 
 
 def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:

@@ -17,13 +17,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Lowered, Wrapped
 
+from diloco.algorithm import outer as outer_lines
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.make import make_plan
+from diloco.algorithm.method import abstract_state
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.overlap import overlapped_exchange
 from diloco.algorithm.placement import OnHosts
-from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import OuterState, abstract_state
+from diloco.algorithm.state import OuterState
+from diloco.algorithm.streaming import Streaming, make_streaming
 from diloco.aot import hlo
 from diloco.config import Config, changed
 from diloco.mesh import sharding
@@ -82,8 +83,8 @@ class Programs:
     self._held = dict[str, int]()  # Bytes of `on_device` that are arguments.
     with jax.set_mesh(mesh):
       # Devices that are only described have no host memory for outer.offload.
-      plan = make_plan(changed(c, {"outer.offload": False}), mesh)
-      self.state = abstract_state(c, mesh, plan)
+      sync = make_streaming(changed(c, {"outer.offload": False}), mesh)
+      self.state = abstract_state(c, mesh, sync)
       arrays = (self.state.params, self.state.opt_state)
       parts = ("parameters", "inner optimizer")
       self.on_device = dict(zip(parts, map(nbytes, arrays)))
@@ -98,9 +99,9 @@ class Programs:
       if c.joint_steps:
         warm = partial(self._add, "joint step", both, inner_step)
         warm(*arrays, tokens, tuned(c), c=c, averaged=True)
-      if plan.fragments:
-        self._add_outer_step(c, plan, self.state.outer)
-      steps = plan.schedule.longest_overlap if plan.transport.overlaps else 0
+      if sync.fragments:
+        self._add_outer_step(c, sync, self.state.outer)
+      steps = sync.schedule.longest_overlap if sync.transport.overlaps else 0
       if steps:
         name = f"exchange, {steps} inner step{'s' * (steps > 1)}"
         count = jax.ShapeDtypeStruct((), jnp.int32)
@@ -127,12 +128,12 @@ class Programs:
     here = [nbytes(tree) for part, tree in held.items() if part in self.on_device]
     self._held[name] = sum(here)
 
-  def _add_outer_step(self, c: Config, plan: Plan, outer: OuterState) -> None:
+  def _add_outer_step(self, c: Config, sync: Streaming, outer: OuterState) -> None:
     """Adds the programs of the outer step of the fragment with the largest payload."""
-    self.fragment = p = plan.largest
-    self.payload = plan.payload(p)
-    payloads = [plan.transmitted(i) for i in range(len(plan.fragments))]
-    away = c.outer.offload or isinstance(plan.place, OnHosts)
+    self.fragment = p = sync.largest
+    self.payload = sync.payload(p)
+    payloads = [sync.transmitted(i) for i in range(len(sync.fragments))]
+    away = c.outer.offload or isinstance(sync.place, OnHosts)
     place = self.on_host if away else self.on_device
     place["outer parameters"] = nbytes(outer.theta)
     place["outer optimizer"] = nbytes(outer.opt_state)
@@ -142,34 +143,34 @@ class Programs:
     if c.outer.offload:
       kept = [k + nbytes(o) for k, o in zip(kept, zip(outer.theta, outer.opt_state))]
     one_round = range(2 * c.sync_every, 3 * c.sync_every)
-    in_flight = [sum(kept[i] for i in plan.schedule.in_flight(t)) for t in one_round]
+    in_flight = [sum(kept[i] for i in sync.schedule.in_flight(t)) for t in one_round]
     if any(in_flight):
       self.on_device["in flight"] = max(in_flight)
 
     theta, opt_state = outer.theta[p], outer.opt_state[p]
-    if isinstance(plan.place, OnHosts):  # Send and merge take theta from the devices.
+    if isinstance(sync.place, OnHosts):  # Send and merge take theta from the devices.
       theta = sharding.structs(theta, sharding.shardings(theta, self.mesh))
-    params, layers = self.state.params, plan.layers[p]
+    params, layers = self.state.params, sync.layers[p]
     key = jax.eval_shape(lambda: jax.random.key(0))
     codec_state, everyone = outer.codec_state[p], np.ones(c.replicas, bool)
     wire = {"wire": c.wire, "mesh": self.mesh}
     merged = {"parameters": params, "outer parameters": theta}
     sent = merged | {"compressor": codec_state}
     for extension in c.extensions:
-      for call in extension.programs(c, plan, self.state):
+      for call in extension.programs(c, sync, self.state):
         self._add(call.name, call.held, call.function, *call.args, **call.kwargs)
     mine = (params, theta, codec_state, layers, key)
-    self._add("send", sent, plan.form.send, *mine, **wire)
+    self._add("send", sent, sync.lines_7_8, *mine, **wire)
     here = (params, theta, layers, everyone)
-    self._add("merge", merged, plan.form.merge, *here, alpha=plan.alpha)
-    if isinstance(plan.place, OnHosts):
+    self._add("merge", merged, outer_lines.merge, *here, alpha=sync.alpha)
+    if isinstance(sync.place, OnHosts):
       return  # The hosts exchange payloads and update theta.
     part = (theta, opt_state)
     held = {"outer parameters": theta, "outer optimizer": opt_state}
     held |= {"in flight": (*part, payloads[p]) if c.outer.offload else payloads[p]}
-    args = (*part, payloads[p], plan.tuned)
-    self._add("update", held, plan.form.update, *args, outer=c.outer, **wire)
-    if plan.transport.overlaps:
+    args = (*part, payloads[p], sync.tuned)
+    self._add("update", held, sync.lines_10_11, *args, outer=c.outer, **wire)
+    if sync.transport.overlaps:
       alone = {"in flight": self.payload}
       self._add("exchange alone", alone, transmit, self.payload, mesh=self.mesh)
     if c.outer.offload:

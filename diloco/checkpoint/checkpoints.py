@@ -99,7 +99,7 @@ class Checkpoints:
         has timed out, this one takes its place.
     """
     # Waits for jobs, because saving may use the devices of all processes, too.
-    self._method.plan.place.settle()
+    self._method.sync.place.settle()
     tree = tree_of(state)
     sums = checksums.compute(tree, self._peers)
     record = dataclasses.replace(record, checksums=sums)
@@ -152,7 +152,7 @@ class Checkpoints:
     if mixture:
       record = dataclasses.replace(record, mixtures=[*record.mixtures, mixture])
     if self._peers.index == 0:
-      fsdp = self._method.plan.mesh.shape[FSDP]
+      fsdp = self._method.sync.mesh.shape[FSDP]
       resume.warn_of_other_shards(self._c, record.fsdp, fsdp)
       if record.finished and step == self._c.train.steps:
         whole = files.read_json(self._workdir / "summary.json")
@@ -169,7 +169,7 @@ class Checkpoints:
     return Stored(step, record, state)
 
   def _check_room(self) -> None:
-    shapes = self._method.abstract(0, self._method.plan.mesh.shape[FSDP], drained=True)
+    shapes = self._method.abstract(0, self._method.sync.mesh.shape[FSDP], drained=True)
     size = disk.needed(tree_of(shapes))
     disk.check_room(self._workdir, size, self._c.checkpoint, self._c.train.steps)
 

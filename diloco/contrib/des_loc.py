@@ -28,8 +28,8 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from diloco.algorithm.optimizers import make_inner
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState, abstract_params
+from diloco.algorithm.streaming import Streaming
 from diloco.config import Config
 from diloco.contrib._rules import alone, averages_of
 from diloco.errors import ConfigError
@@ -112,34 +112,34 @@ class DesLoc(plugins.Extension):
         )
 
   def average(
-    self, kind: str, t: int, plan: Plan, state: TrainState
+    self, kind: str, t: int, sync: Streaming, state: TrainState
   ) -> tuple[TrainState, int]:
     leaves, structure = jax.tree.flatten(state.opt_state)
     sent = 0
-    for numbers, call in self.calls(kind, plan, state):
+    for numbers, call in self.calls(kind, sync, state):
       new = call.function(*call.args, **call.kwargs)
       for number, x_M in zip(jax.tree.leaves(numbers), jax.tree.leaves(new)):
         leaves[number] = x_M
       found = jax.tree.map(lambda x_M: x_M.shape[1:], new)
-      sent += self.sent(plan.wire, plan.replicas, found, plan.mesh.shape[FSDP])
+      sent += self.sent(sync.wire, sync.replicas, found, sync.mesh.shape[FSDP])
     opt_state = jax.tree.unflatten(structure, leaves)
     return dataclasses.replace(state, opt_state=opt_state), sent
 
-  def programs(self, c: Config, plan: Plan, state: TrainState) -> Iterator[Call]:
+  def programs(self, c: Config, sync: Streaming, state: TrainState) -> Iterator[Call]:
     for kind in self.averages(c):
-      yield from (call for _, call in self.calls(kind, plan, state))
+      yield from (call for _, call in self.calls(kind, sync, state))
 
   def calls(
-    self, kind: str, plan: Plan, state: TrainState
+    self, kind: str, sync: Streaming, state: TrainState
   ) -> Iterator[tuple[PyTree, Call]]:
     """Yields the leaves of each moment of a kind, and what averages it."""
     leaves = jax.tree.leaves(state.opt_state)
-    for found, numbers in moments(plan.parameters, state.opt_state):
+    for found, numbers in moments(sync.parameters, state.opt_state):
       if found == kind:
         x_M = jax.tree.map(leaves.__getitem__, numbers)
-        call = Call(kind, {"inner optimizer": x_M}, mean, (x_M,), {"mesh": plan.mesh})
+        call = Call(kind, {"inner optimizer": x_M}, mean, (x_M,), {"mesh": sync.mesh})
         if self.format != "fp32":
-          more = {"wire": self.wire(plan.wire), "positive": kind == SECOND}
+          more = {"wire": self.wire(sync.wire), "positive": kind == SECOND}
           call = call._replace(function=coded_mean, kwargs={**call.kwargs, **more})
         yield numbers, call
 

@@ -27,8 +27,8 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState
+from diloco.algorithm.streaming import Streaming
 from diloco.config import Config
 from diloco.contrib._rules import alone, averages_of
 from diloco.mesh import sharding
@@ -40,7 +40,7 @@ from diloco.spec.shapes import Shapes, leaves, parameters, shard
 from diloco.util.types import PyTree
 
 KIND = "sparta"
-# The `number` of `Plan.key` for averages; the sends of fragments use 0, 1, ...
+# The `number` of `Streaming.key` for averages; the sends of fragments use 0, 1, ...
 _KEY = 2**32 - 1
 
 
@@ -65,17 +65,19 @@ class Sparta(plugins.Extension):
     sent = sizes.average_bytes(c.replicas, values)
     return {KIND: Average(self.every, sent, self.average)}
 
-  def average(self, t: int, plan: Plan, state: TrainState) -> tuple[TrainState, int]:
-    key = plan.key(t, _KEY)
-    params = average(state.params, key, share=self.share, mesh=plan.mesh)
-    values = count(self.share, plan.parameters, plan.mesh.shape[FSDP])
-    sent = sizes.average_bytes(plan.replicas, values)
+  def average(
+    self, t: int, sync: Streaming, state: TrainState
+  ) -> tuple[TrainState, int]:
+    key = sync.key(t, _KEY)
+    params = average(state.params, key, share=self.share, mesh=sync.mesh)
+    values = count(self.share, sync.parameters, sync.mesh.shape[FSDP])
+    sent = sizes.average_bytes(sync.replicas, values)
     return dataclasses.replace(state, params=params), sent
 
-  def programs(self, c: Config, plan: Plan, state: TrainState) -> Iterator[Call]:
+  def programs(self, c: Config, sync: Streaming, state: TrainState) -> Iterator[Call]:
     if self.share:
       key = jax.eval_shape(lambda: jax.random.key(0))
-      kwargs = {"share": self.share, "mesh": plan.mesh}
+      kwargs = {"share": self.share, "mesh": sync.mesh}
       held = {"parameters": state.params}
       yield Call(KIND, held, average, (state.params, key), kwargs)
 

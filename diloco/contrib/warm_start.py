@@ -29,9 +29,9 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm import optimizers, outer
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.slices import take
 from diloco.algorithm.state import Event, OuterState
+from diloco.algorithm.streaming import Streaming
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
 from diloco.mesh.sharding import REPLICA, specs
@@ -75,7 +75,7 @@ plugins.RULES.append(
 
 
 def outer_step(
-  plan: Plan,
+  sync: Streaming,
   t: int,
   params_M: PyTree,
   state: OuterState,
@@ -87,18 +87,18 @@ def outer_step(
   """Lets fragments that are due follow the replicas, then runs `step`."""
   followed = list[Event]()
   if last_send is None or t <= last_send:
-    state, followed = follow(plan, t, params_M, state, momentum)
-  params_M, state, events = step(plan, t, params_M, state, last_send)
+    state, followed = follow(sync, t, params_M, state, momentum)
+  params_M, state, events = step(sync, t, params_M, state, last_send)
   return params_M, state, followed + events
 
 
 def follow(
-  plan: Plan, t: int, params_M: PyTree, state: OuterState, momentum: bool
+  sync: Streaming, t: int, params_M: PyTree, state: OuterState, momentum: bool
 ) -> tuple[OuterState, list[Event]]:
   """Sets the outer parameters of fragments that are due to those of the replicas.
 
   Args:
-    plan: how replicas are synchronised.
+    sync: how replicas are synchronised.
     t: number of finished inner steps.
     params_M: parameters of all replicas, which are equal.
     state: the outer state before.
@@ -116,16 +116,16 @@ def follow(
       theta,
       opt_state,
       new,
-      plan.tuned,
+      sync.tuned,
       momentum=momentum,
-      outer=plan.outer,
-      mesh=plan.place.mesh,
+      outer=sync.outer,
+      mesh=sync.place.mesh,
     )
     return new, opt_state, {"outer_grad_mean_norm": norm}
 
-  for p in plan.schedule.follows(t):
-    new = _own(params_M, plan.layers[p], keys=tuple(plan.shapes[p]), mesh=plan.mesh)
-    state, _, metrics = plan.place.update(line, p, state, new)
+  for p in sync.schedule.follows(t):
+    new = _own(params_M, sync.layers[p], keys=tuple(sync.shapes[p]), mesh=sync.mesh)
+    state, _, metrics = sync.place.update(line, p, state, new)
     events.append(Event("warm_start", p, t, 0, metrics))
   return state, events
 

@@ -8,7 +8,8 @@
   params_M, state, events = method.drain(T, params_M, state)
   params = method.params(state)
 
-The trainer has a loop of its own and runs the same outer step (`algorithm/outer.py`).
+Every method here names the leaves, and calls that of `algorithm/streaming.py`, which
+the trainer uses, too.
 Every leaf of `params_M` has the replicas as its first axis. An ending `_M` says so
 throughout the package.
 """
@@ -24,17 +25,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
-from diloco.algorithm.make import make_plan
+from diloco.algorithm import streaming as algorithm
 from diloco.algorithm.optimizers import Outer
-from diloco.algorithm.outer import drain
-from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import (
-  Event,
-  OuterState,
-  abstract_outer,
-  init_outer,
-  outer_params,
-)
+from diloco.algorithm.state import Event, OuterState
 from diloco.config.resolve import check_some
 from diloco.errors import ConfigError
 from diloco.library import arguments
@@ -54,22 +47,22 @@ class Streaming:
   """Synchronises M replicas: lines 6 to 12 of Algorithm 2 (arXiv 2501.18512).
 
   Attributes:
-    plan: schedule, wire, outer optimizer, mesh, transport.
+    sync: the object that the trainer uses, too.
     layout: how the outer step names the leaves of `params_M`.
   """
 
-  plan: Plan
+  sync: algorithm.Streaming
   layout: Layout
 
   @property
   def fragments(self) -> tuple[tuple[str, ...], ...]:
     """The paths of each fragment's leaves; [i, j, ...] are the layers of a stack."""
-    return tuple(map(self._describe, self.plan.fragments))
+    return tuple(map(self._describe, self.sync.fragments))
 
   @plain_modes()
   def init(self, params_M: PyTree) -> OuterState:
     """Makes the first outer state; outer parameters are those of replica 0."""
-    state = init_outer(self.plan, self.layout.split(params_M))
+    state = self.sync.init(self.layout.split(params_M))
     return dataclasses.replace(state, steps=_steps(0, 0))
 
   @plain_modes()
@@ -92,9 +85,9 @@ class Streaming:
     Raises:
       ConfigError: the state is not that of this method after step t - 1.
     """
-    t, drained = self._check("t", t, 1, state), self.plan.schedule.drained
+    t, drained = self._check("t", t, 1, state), self.sync.schedule.drained
     parts_M = self.layout.split(params_M)
-    parts_M, state, events = self.plan.step(self.plan, t, parts_M, state)
+    parts_M, state, events = self.sync.step(t, parts_M, state)
     state = dataclasses.replace(state, steps=_steps(t, drained))
     return self.layout.join(parts_M), state, events
 
@@ -114,7 +107,7 @@ class Streaming:
     """
     last = self._check("last", last, 0, state)
     parts_M = self.layout.split(params_M)
-    parts_M, state, events = drain(self.plan, last, parts_M, state, final_sync)
+    parts_M, state, events = self.sync.drain(last, parts_M, state, final_sync)
     state = dataclasses.replace(state, steps=_steps(last, last))
     return self.layout.join(parts_M), state, events
 
@@ -124,7 +117,7 @@ class Streaming:
 
     The papers evaluate these parameters (2501.18512, Table 3).
     """
-    return self.layout.join(outer_params(self.plan, state))
+    return self.layout.join(self.sync.params(state))
 
   @plain_modes()
   def abstract_state(self, params_M: PyTree, t: int) -> OuterState:
@@ -133,23 +126,23 @@ class Streaming:
     Args:
       params_M: parameters of all replicas, or their shapes.
     """
-    in_flight = self.plan.schedule.in_flight(t)
-    state = abstract_outer(self.plan, self.layout.split(params_M), in_flight)
-    place = NamedSharding(self.plan.mesh, P())
+    in_flight = self.sync.schedule.in_flight(t)
+    state = self.sync.abstract(self.layout.split(params_M), in_flight)
+    place = NamedSharding(self.sync.mesh, P())
     steps = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
     return dataclasses.replace(state, steps=steps)
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
-    return self.plan.sync_bytes(p)
+    return self.sync.sync_bytes(p)
 
   def after_drain(self, last: int) -> "Streaming":
     """Returns the method for a run that goes on after `drain` at step `last`."""
-    return dataclasses.replace(self, plan=self.plan.after_drain(last))
+    return dataclasses.replace(self, sync=self.sync.after_drain(last))
 
   def close(self) -> None:
     """Ends the thread of transport="host"."""
-    self.plan.place.close()
+    self.sync.close()
 
   def _check(self, name: str, step: int, ahead: int, state: OuterState) -> int:
     """Returns an argument as an int; the state must be that after `step - ahead`."""
@@ -160,7 +153,7 @@ class Streaming:
         f"{name} is {step}, but state is that after step {last}; call step once after"
         f" every inner step, so that {name} is {last + ahead} here."
       )
-    schedule = self.plan.schedule
+    schedule = self.sync.schedule
     if drained != schedule.drained:
       raise ConfigError(
         f"state was drained after step {drained} (0: never), but this method begins"
@@ -176,7 +169,7 @@ class Streaming:
     return step
 
   def _describe(self, fragment: Fragment) -> tuple[str, ...]:
-    parts, layers = self.plan.parameters, list(fragment.layers)
+    parts, layers = self.sync.parameters, list(fragment.layers)
     stacked = parts["blocks"] if layers else ()
     rest = [path for name in fragment.rest for path in parts[name]]
     return (*(f"{path}{layers}" for path in stacked), *rest)
@@ -234,7 +227,7 @@ def streaming(
   mesh = arguments.mesh_under(params_M) if mesh is None else mesh
   arguments.check_mesh(mesh, replicas)
   with plain_modes():
-    plan = make_plan(
+    sync = algorithm.make_streaming(
       c,
       mesh,
       layout.parameters(params_M),
@@ -242,8 +235,8 @@ def streaming(
       schedule=schedule,
       optimizer=None if isinstance(outer, OuterConfig) else outer,
     )
-    plan.transport.connect()
-  return Streaming(plan, layout)
+    sync.transport.connect()
+  return Streaming(sync, layout)
 
 
 def replicate(params: PyTree, replicas: int, mesh: Mesh | None = None) -> PyTree:

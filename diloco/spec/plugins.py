@@ -79,8 +79,8 @@ class Average(NamedTuple):
     every: inner steps between two averages.
     sent: bytes that one replica sends in an average, if no tensor is sharded.
     run: averages them after inner step t, before the outer step. Arguments: t, the
-      `Plan`, the `TrainState`. Returns the new `TrainState`, and the bytes that one
-      replica's devices sent.
+      `Streaming`, the `TrainState`. Returns the new `TrainState`, and the bytes that
+      one replica's devices sent.
   """
 
   every: int
@@ -183,7 +183,7 @@ class Extension:
         under `blocks` has before those of a layer.
     """
 
-  def programs(self, c: "Config", plan: Any, state: PyTree) -> Iterable[Call]:
+  def programs(self, c: "Config", sync: Any, state: PyTree) -> Iterable[Call]:
     """Yields programs for the dry run, beside those of Algorithm 2."""
     return ()
 

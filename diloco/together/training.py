@@ -87,7 +87,7 @@ class Together(Wrapper):
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
     """Runs the outer step of all runs; the metrics of the events have the axis R."""
-    if not (self.c.averages_after(t) or self.method.plan.schedule.is_busy(t)):
+    if not (self.c.averages_after(t) or self.method.sync.schedule.is_busy(t)):
       return t, state, []
     return t, *self._map(lambda own, state: own.outer(t, state)[1:], state)
 

@@ -79,11 +79,11 @@ def cases(size: str, kind: str, devices: int) -> Iterator[Case]:
 
 def exchange_share(bench: Bench) -> float | None:
   """Times the inner step with and without an exchange; None if nothing is exchanged."""
-  c, plan, mesh = bench.c, bench.plan, bench.mesh
-  if not plan.transport.overlaps:
+  c, sync, mesh = bench.c, bench.sync, bench.mesh
+  if not sync.transport.overlaps:
     return None
   tokens, *rest = bench.rest
-  theta, layers = bench.state.outer.theta[0], plan.layers[0]
+  theta, layers = bench.state.outer.theta[0], sync.layers[0]
   with jax.set_mesh(mesh):
     key, codec_state = jax.random.key(0), bench.state.outer.codec_state[0]
     payload, *_ = send(

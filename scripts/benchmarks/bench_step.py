@@ -18,8 +18,9 @@ from timing import in_turn, print_devices, timed
 
 from diloco.algorithm import optimizers, slices
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.state import init_state
+from diloco.algorithm.method import init_state
+from diloco.algorithm.outer import merge
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import Config, changed, command_line, resolve
 from diloco.mesh import sharding
 from diloco.mesh.devices import make_mesh
@@ -31,8 +32,8 @@ class Bench:
   def __init__(self, c: Config):
     self.c, self.mesh = c, make_mesh(c)
     with jax.set_mesh(self.mesh):
-      self.plan = make_plan(c, self.mesh)
-      self.state = init_state(c, self.mesh, self.plan)
+      self.sync = make_streaming(c, self.mesh)
+      self.state = init_state(c, self.mesh, self.sync)
       shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
       tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape)
       place = sharding.batch_sharding(self.mesh, c.one_model)
@@ -59,11 +60,11 @@ class Bench:
 
 def outer_times(bench: Bench) -> dict[str, float]:
   """Times the parts of fragment 0's outer step, and a copy of fragment 0, in ms."""
-  c, plan, mesh = bench.c, bench.plan, bench.mesh
+  c, sync, mesh = bench.c, bench.sync, bench.mesh
   copy = jax.jit(lambda tree: jax.tree.map(lambda x: x + 0, tree))
   fresh = lambda tree: jax.block_until_ready(jax.tree.map(jnp.copy, tree))
   with jax.set_mesh(mesh):
-    params, layers, state = bench.params, plan.layers[0], bench.state.outer
+    params, layers, state = bench.params, sync.layers[0], bench.state.outer
     theta, opt_state = state.theta[0], state.opt_state[0]
     key, everyone = jax.random.key(0), np.ones(c.replicas, bool)
     part = jax.jit(lambda *args: slices.take(*args))(params, theta, layers)
@@ -71,19 +72,19 @@ def outer_times(bench: Bench) -> dict[str, float]:
     def sent():
       codec_state = fresh(state.codec_state[0])
       args = (params, theta, codec_state, layers, key)
-      return timed(plan.form.send, *args, wire=c.wire, mesh=mesh)
+      return timed(sync.lines_7_8, *args, wire=c.wire, mesh=mesh)
 
     start = fresh(state.codec_state[0])
     args = (params, theta, start, layers, key)
-    payload, *_ = plan.form.send(*args, wire=c.wire, mesh=mesh)
-    payload = plan.transport.carry(payload)
+    payload, *_ = sync.lines_7_8(*args, wire=c.wire, mesh=mesh)
+    payload = sync.transport.carry(payload)
 
     def updated():
-      parts = (*fresh((theta, opt_state)), payload, plan.tuned)
-      return timed(plan.form.update, *parts, wire=c.wire, outer=c.outer, mesh=mesh)
+      parts = (*fresh((theta, opt_state)), payload, sync.tuned)
+      return timed(sync.lines_10_11, *parts, wire=c.wire, outer=c.outer, mesh=mesh)
 
     merged = lambda: timed(
-      plan.form.merge, fresh(params), theta, layers, everyone, alpha=plan.alpha
+      merge, fresh(params), theta, layers, everyone, alpha=sync.alpha
     )
     names = ("copy", "send", "update", "merge")
     times = in_turn(lambda: timed(copy, part), sent, updated, merged)

@@ -21,9 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import config_flags
 
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.method import make_method
-from diloco.algorithm.state import abstract_state
+from diloco.algorithm.method import abstract_state, make_method
+from diloco.algorithm.streaming import make_streaming
 from diloco.aot import topology
 from diloco.config import Config, changed, command_line, resolve
 from diloco.mesh.devices import make_mesh
@@ -73,7 +72,7 @@ def memory(c: Config, count: int, mesh: Mesh) -> tuple[int, int]:
   led = lambda x: shape(x, count)
   inner = jax.tree.map(shape, numbers_of([c] * count).inner)
   with jax.set_mesh(mesh):
-    state = jax.tree.map(led, abstract_state(c, mesh, make_plan(c, mesh)))
+    state = jax.tree.map(led, abstract_state(c, mesh, make_streaming(c, mesh)))
     tokens = led(jax.ShapeDtypeStruct(tokens_shape(c), jnp.int32))
     args = (state.params, state.opt_state, tokens, inner)
     lowered = inner_together.lower(*args, c=c)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from diloco.algorithm import fused, optimizers, outer
-from diloco.algorithm.make import choose_form, make_plan
+from diloco.algorithm.method import abstract_state
 from diloco.algorithm.placement import OnDevices
-from diloco.algorithm.state import abstract_state, init_outer
+from diloco.algorithm.streaming import choose_send, choose_update, make_streaming
 from diloco.config import default_config, resolve
 from diloco.mesh.devices import make_mesh
 from diloco.wire.cuts import cut
@@ -26,10 +26,10 @@ def make_config(**fields):
   return resolve(c)
 
 
-def form_of(c):
-  """The form that a plan of the config would have."""
-  mesh = make_mesh(c, jax.devices()[:1])
-  return choose_form(c.wire, c.outer, OnDevices(mesh))
+def lines_of(c) -> tuple:
+  """The functions of lines 7 and 8, and of 10 and 11, that a run of the config has."""
+  place = OnDevices(make_mesh(c, jax.devices()[:1]))
+  return choose_send(c.wire, place), choose_update(c.wire, c.outer, place)
 
 
 # Three shapes instead of a model's dozen: each is traced by itself.
@@ -42,24 +42,24 @@ FEEDBACK = {
 }
 
 
-def outer_steps(c, form) -> tuple:
+def outer_steps(c, lines_7_8, lines_10_11) -> tuple:
   """Sends and updates the first fragment twice, from random parameters."""
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), SHAPES)
-  at = {"wire": c.wire, "mesh": plan.mesh}
-  send = jax.jit(lambda *args: form.send.__wrapped__(*args, **at))
-  update = jax.jit(lambda *args: form.update.__wrapped__(*args, outer=c.outer, **at))
+  sync = make_streaming(c, make_mesh(c, jax.devices()[:1]), SHAPES)
+  at = {"wire": c.wire, "mesh": sync.mesh}
+  send = jax.jit(lambda *args: lines_7_8.__wrapped__(*args, **at))
+  update = jax.jit(lambda *args: lines_10_11.__wrapped__(*args, outer=c.outer, **at))
   tuned = optimizers.outer_tuned(c.outer)
   rng = np.random.default_rng(0)
   draw = lambda shape: rng.normal(size=(c.replicas, *shape)).astype(np.float32)
   is_shape = lambda x: isinstance(x, tuple)
-  params_M = jax.tree.map(draw, plan.parameters, is_leaf=is_shape)
-  with jax.set_mesh(plan.mesh):
-    state = init_outer(plan, jax.tree.map(jnp.asarray, params_M))
+  params_M = jax.tree.map(draw, sync.parameters, is_leaf=is_shape)
+  with jax.set_mesh(sync.mesh):
+    state = sync.init(jax.tree.map(jnp.asarray, params_M))
     theta, opt_state, codec = state.theta[0], state.opt_state[0], state.codec_state[0]
     found, metrics = [], {}
     for key in jax.random.split(jax.random.key(0)):
       params_M = jax.tree.map(lambda x: x + draw(x.shape[1:]), params_M)
-      payload, codec, sent = send(params_M, theta, codec, plan.layers[0], key)
+      payload, codec, sent = send(params_M, theta, codec, sync.layers[0], key)
       theta, opt_state, updated = update(theta, opt_state, payload, tuned)
       found += [payload, theta, opt_state]
       metrics = sent | updated
@@ -84,13 +84,12 @@ def test_pieces_give_the_same_bytes_and_parameters(fields, monkeypatch):
   monkeypatch.setitem(fused._VALUES, "cpu", 1 << 10)
   n, d, f = c.make_fragments()[0].shapes(SHAPES)["blocks"]["up"]
   assert cut(c.wire, 1 << 10, c.replicas, n, d, f).pieces > 1
-  form = form_of(c)
-  assert form.update is fused.update_in_place
+  lines_7_8, lines_10_11 = lines_of(c)
+  assert lines_10_11 is fused.update_in_place
   whole = c.plugins or c.wire.rounding == "stochastic"
-  assert form.send is (outer.send if whole else fused.send)
-  found, metrics = outer_steps(c, form)
-  plain = form._replace(send=outer.send, update=outer.update)
-  expected, numbers = outer_steps(c, plain)
+  assert lines_7_8 is (outer.send if whole else fused.send)
+  found, metrics = outer_steps(c, lines_7_8, lines_10_11)
+  expected, numbers = outer_steps(c, outer.send, outer.update)
   jax.tree.map(np.testing.assert_array_equal, found, expected)
   assert metrics.keys() == numbers.keys()
   for name, number in numbers.items():
@@ -107,23 +106,23 @@ def test_pieces_give_the_same_bytes_and_parameters(fields, monkeypatch):
 )
 def test_other_compressors_take_whole_tensors(fields):
   c = make_config(**fields)
-  assert form_of(c).send is outer.send
+  assert lines_of(c)[0] is outer.send
 
 
 def test_a_mean_with_weights_counts_the_weights():
   """A replica without weight is as absent as if the other were there twice."""
   c = make_config()
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), SHAPES)
-  assert plan.form.update is fused.update_in_place
+  sync = make_streaming(c, make_mesh(c, jax.devices()[:1]), SHAPES)
+  assert sync.lines_10_11 is fused.update_in_place
   rng = np.random.default_rng(0)
   draw = lambda x: rng.normal(size=(2, *x)).astype(np.float32)
   params_M = jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
   send, update = fused.send, fused.update
-  with jax.set_mesh(plan.mesh):
-    state = init_outer(plan, jax.tree.map(jnp.asarray, params_M))
-    at = {"wire": c.wire, "mesh": plan.mesh}
+  with jax.set_mesh(sync.mesh):
+    state = sync.init(jax.tree.map(jnp.asarray, params_M))
+    at = {"wire": c.wire, "mesh": sync.mesh}
     moved_M = jax.tree.map(lambda x: x + draw(x.shape[1:]), params_M)
-    sent = (moved_M, state.theta[0], state.codec_state[0], plan.layers[0])
+    sent = (moved_M, state.theta[0], state.codec_state[0], sync.layers[0])
     payload = send(*sent, jax.random.key(0), **at)[0]
     start, args = (state.theta[0], state.opt_state[0]), {**at, "outer": c.outer}
     tuned = optimizers.outer_tuned(c.outer)
@@ -144,26 +143,26 @@ def test_a_mean_with_weights_counts_the_weights():
 )
 def test_updates_that_mix_values_take_whole_tensors(fields):
   c = make_config(**fields)
-  form = form_of(c)
-  assert form.send is fused.send
-  assert form.update is outer.update_in_place
+  lines_7_8, lines_10_11 = lines_of(c)
+  assert lines_7_8 is fused.send
+  assert lines_10_11 is outer.update_in_place
 
 
 def test_the_outer_step_on_cpu_keeps_only_pieces_in_memory():
   c = make_config(**{"model.dim": 512, "fragments.size": 4, "replicas": 2})
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]))
-  with jax.set_mesh(plan.mesh):
-    state = abstract_state(c, plan.mesh, plan)
+  sync = make_streaming(c, make_mesh(c, jax.devices()[:1]))
+  with jax.set_mesh(sync.mesh):
+    state = abstract_state(c, sync.mesh, sync)
     parts = (state.outer.theta[0], state.outer.opt_state[0])
     size = sum(4 * x.size for x in jax.tree.leaves(parts[0]))
-    at, key = {"wire": c.wire, "mesh": plan.mesh}, jax.eval_shape(jax.random.key, 0)
-    sent = (state.params, parts[0], state.outer.codec_state[0], plan.layers[0], key)
-    arrived = (*parts, plan.payload(0), plan.tuned)
+    at, key = {"wire": c.wire, "mesh": sync.mesh}, jax.eval_shape(jax.random.key, 0)
+    sent = (state.params, parts[0], state.outer.codec_state[0], sync.layers[0], key)
+    arrived = (*parts, sync.payload(0), sync.tuned)
     everyone = np.ones(c.replicas, bool)
-    merged = (state.params, parts[0], plan.layers[0], everyone)
+    merged = (state.params, parts[0], sync.layers[0], everyone)
     memory = {
-      "send": plan.form.send.lower(*sent, **at),
-      "update": plan.form.update.lower(*arrived, outer=c.outer, **at),
+      "send": sync.lines_7_8.lower(*sent, **at),
+      "update": sync.lines_10_11.lower(*arrived, outer=c.outer, **at),
       "merge": outer.merge.lower(*merged, alpha=0.5),
     }
     memory = {k: x.compile().memory_analysis() for k, x in memory.items()}

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.make import make_plan
+from diloco.algorithm.method import init_state
 from diloco.algorithm.optimizers import make_inner, tuned
-from diloco.algorithm.state import init_state
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import Config
 from diloco.config import resolve as resolve_config
 from diloco.mesh.devices import make_mesh
@@ -131,7 +131,7 @@ def test_the_step_follows_the_clipped_gradient_of_cross_entropy_and_z_loss(tiny)
 def lowered(c: Config) -> str:
   mesh = make_mesh(c)
   with jax.set_mesh(mesh):
-    s = init_state(c, mesh, make_plan(c, mesh))
+    s = init_state(c, mesh, make_streaming(c, mesh))
     tokens = jnp.zeros((2, 2, 16), jnp.int32)
     step = inner_step.lower(s.params, s.opt_state, tokens, tuned(c), c=c)
     return step.as_text()

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.outer import drain, merge, outer_step, send, update
-from diloco.algorithm.state import InFlight, abstract_state, init_outer, outer_params
+from diloco.algorithm.method import abstract_state
+from diloco.algorithm.outer import merge, outer_step, send, update
+from diloco.algorithm.state import InFlight
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import Config, default_config, resolve
 from diloco.mesh import sharding
 from diloco.mesh.devices import make_mesh
@@ -42,23 +43,23 @@ def random_tree(rng, exact=False) -> dict:
 def run(c: Config, theta, increments, final_sync=False):
   """The package's outer step with inner steps replaced by increments."""
   shapes = jax.tree.map(np.shape, theta)
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), shapes)
+  sync = make_streaming(c, make_mesh(c, jax.devices()[:1]), shapes)
   as_jax = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
-  with jax.set_mesh(plan.mesh):
+  with jax.set_mesh(sync.mesh):
     params_M = jax.tree.map(lambda x: jnp.stack([x] * c.replicas), as_jax(theta))
-    places = sharding.shardings(params_M, plan.mesh, (sharding.REPLICA,))
+    places = sharding.shardings(params_M, sync.mesh, (sharding.REPLICA,))
     params_M = jax.device_put(params_M, places)
-    state = init_outer(plan, params_M)
+    state = sync.init(params_M)
     events = []
     for t, step in enumerate(increments, start=1):
       step_M = jax.tree.map(lambda *x: jnp.stack(x), *[as_jax(u) for u in step])
       params_M = jax.tree.map(jnp.add, params_M, step_M)
-      params_M, state, new = outer_step(plan, t, params_M, state)
+      params_M, state, new = outer_step(sync, t, params_M, state)
       events += new
     last = len(increments)
-    params_M, state, new = drain(plan, last, params_M, state, final_sync)
+    params_M, state, new = sync.drain(last, params_M, state, final_sync)
     events += new
-    theta = outer_params(plan, state)
+    theta = sync.params(state)
   get = lambda tree: jax.tree.map(np.asarray, tree)
   return (
     get(params_M),
@@ -122,15 +123,17 @@ def test_final_sync_leaves_replicas_and_outer_parameters_equal():
 def test_bfloat16_replicas_that_did_not_train_send_zeros():
   c = make_config(**{"fragments.pattern": "whole"})
   theta = jax.tree.map(jnp.float32, random_tree(np.random.default_rng(7)))
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta))
+  sync = make_streaming(
+    c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta)
+  )
   merged_M = jax.tree.map(lambda x: jnp.bfloat16(jnp.stack([x, x])), theta)
 
   def norm_M(params_M):
-    codec_state = init_outer(plan, params_M).codec_state[0]
-    args = (params_M, theta, codec_state, plan.layers[0], jax.random.key(0))
-    return send(*args, wire=plan.wire, mesh=plan.mesh)[2]["outer_grad_norm"]
+    codec_state = sync.init(params_M).codec_state[0]
+    args = (params_M, theta, codec_state, sync.layers[0], jax.random.key(0))
+    return send(*args, wire=sync.wire, mesh=sync.mesh)[2]["outer_grad_norm"]
 
-  with jax.set_mesh(plan.mesh):
+  with jax.set_mesh(sync.mesh):
     np.testing.assert_array_equal(norm_M(merged_M), 0)
     trained_M = jax.tree.map(lambda x: x * 2, merged_M)
     assert (norm_M(trained_M) > 0.1).all()
@@ -178,17 +181,19 @@ def test_stochastic_rounding_draws_anew_for_each_replica_and_step():
   )
   rng = np.random.default_rng(8)
   theta = jax.tree.map(jnp.float32, random_tree(rng))
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta))
+  sync = make_streaming(
+    c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta)
+  )
 
   def sent(t):
     """Payloads of two replicas with the same outer gradient, sent after step t."""
     start_M = jax.tree.map(lambda x: jnp.stack([x, x]), theta)
-    state = init_outer(plan, start_M)
+    state = sync.init(start_M)
     moved_M = jax.tree.map(lambda x: 1.1 * x, start_M)
-    _, state, _ = outer_step(plan, t, moved_M, state)
+    _, state, _ = outer_step(sync, t, moved_M, state)
     return np.asarray(state.in_flight[0].payload)
 
-  with jax.set_mesh(plan.mesh):
+  with jax.set_mesh(sync.mesh):
     first, again, later = sent(2), sent(2), sent(4)
   np.testing.assert_array_equal(first, again)
   assert np.any(first[0] != first[1])
@@ -197,10 +202,10 @@ def test_stochastic_rounding_draws_anew_for_each_replica_and_step():
 
 def test_no_two_sends_share_a_key():
   c = make_config()
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]))
+  sync = make_streaming(c, make_mesh(c, jax.devices()[:1]))
   sends = itertools.product((0, 1), range(1, 9), range(5))  # Seed, step, fragment.
   keys = {
-    tuple(jax.random.key_data(dataclasses.replace(plan, seed=seed).key(t, p)).tolist())
+    tuple(jax.random.key_data(dataclasses.replace(sync, seed=seed).key(t, p)).tolist())
     for seed, t, p in sends
   }
   assert len(keys) == 2 * 8 * 5
@@ -216,17 +221,19 @@ def test_a_site_draws_the_random_numbers_of_its_own_replicas():
     }
   )
   theta = jax.tree.map(jnp.float32, random_tree(np.random.default_rng(8)))
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta))
+  sync = make_streaming(
+    c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta)
+  )
   same_M = jax.tree.map(lambda x: jnp.stack([1.1 * x] * 4), theta)
-  layers, key = plan.fragments[0].indices, jax.random.key(0)
-  args = {"wire": c.wire, "mesh": plan.mesh}
+  layers, key = sync.fragments[0].indices, jax.random.key(0)
+  args = {"wire": c.wire, "mesh": sync.mesh}
 
   def sent(some: slice, first: int):
     params_M, state_M = jax.tree.map(lambda x: x[some], (same_M, codec_state_M))
     return np.asarray(send(params_M, theta, state_M, layers, key, first, **args)[0])
 
-  with jax.set_mesh(plan.mesh):
-    [codec_state_M] = init_outer(plan, same_M).codec_state
+  with jax.set_mesh(sync.mesh):
+    [codec_state_M] = sync.init(same_M).codec_state
     whole, own = sent(slice(4), 0), sent(slice(2), 2)
   np.testing.assert_array_equal(own, whole[2:])
   assert np.any(own[0] != whole[0])
@@ -260,23 +267,25 @@ def test_the_metrics_of_a_sync_equal_numpy():
   c = make_config(replicas=3, sync_every=2, **fields)
   rng = np.random.default_rng(9)
   theta = jax.tree.map(jnp.float32, random_tree(rng))
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta))
+  sync = make_streaming(
+    c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta)
+  )
   moves = [random_tree(rng) for _ in range(3)]
   params_M = jax.tree.map(lambda t, *x: t + 0.01 * jnp.float32(x), theta, *moves)
   rows = lambda tree_M: np.concatenate(
     [np.float64(x).reshape(len(x), -1) for x in jax.tree.leaves(tree_M)], axis=1
   )
   norm = lambda x: np.sqrt(np.sum(x**2, axis=-1))
-  with jax.set_mesh(plan.mesh):
+  with jax.set_mesh(sync.mesh):
     start_M = jax.tree.map(lambda x: jnp.stack([x] * 3), theta)
-    state = init_outer(plan, start_M)
-    args = (params_M, theta, state.codec_state[0], plan.layers[0], jax.random.key(0))
-    payload, _, sent = send(*args, wire=plan.wire, mesh=plan.mesh)
+    state = sync.init(start_M)
+    args = (params_M, theta, state.codec_state[0], sync.layers[0], jax.random.key(0))
+    payload, _, sent = send(*args, wire=sync.wire, mesh=sync.mesh)
     decoded_M = exchange.decode(
-      plan.wire, plan.mesh, payload, theta, (sharding.REPLICA,)
+      sync.wire, sync.mesh, payload, theta, (sharding.REPLICA,)
     )
     old = jax.tree.map(np.array, theta)  # `receive` donates theta.
-    stepped, _, received = plan.receive(theta, state.opt_state[0], InFlight(payload))
+    stepped, _, received = sync.update(theta, state.opt_state[0], InFlight(payload))
   delta_M, coded_M = rows(start_M) - rows(params_M), rows(decoded_M)
   close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4)
   assert (norm(delta_M) < 0.1).all()
@@ -296,9 +305,9 @@ def lowered_update(rate: float, optimizer: str) -> str:
   c = make_config(**{"outer.learning_rate": rate, "outer.optimizer": optimizer})
   mesh = make_mesh(c, jax.devices()[:1])
   with jax.set_mesh(mesh):
-    plan = make_plan(c, mesh)
-    outer = abstract_state(c, mesh, plan).outer
-    args = (outer.theta[0], outer.opt_state[0], plan.payload(0), plan.tuned)
+    sync = make_streaming(c, mesh)
+    outer = abstract_state(c, mesh, sync).outer
+    args = (outer.theta[0], outer.opt_state[0], sync.payload(0), sync.tuned)
     return update.lower(*args, wire=c.wire, outer=c.outer, mesh=mesh).as_text()
 
 

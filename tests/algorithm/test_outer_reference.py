@@ -3,8 +3,8 @@
 The reference was written without sight of the package. Drawn are schedules down to
 H=1, ragged fragments, up to four replicas, blocks, and states before draining.
 
-The package is driven as the training loop drives it, through `make_plan`,
-`init_outer`, `Plan.step`, `drain` and `outer_params`; only the inner step is replaced,
+The package is driven as the training loop drives it, through `make_streaming`,
+and `Streaming`'s `init`, `step`, `drain` and `params`; only the inner step is replaced,
 by a table of increments that differ between replicas and steps.
 """
 
@@ -21,10 +21,7 @@ import reference as ref
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.outer import drain
-from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import init_outer, outer_params
+from diloco.algorithm.streaming import Streaming, make_streaming
 from diloco.config import default_config, resolve
 from diloco.mesh import sharding
 from diloco.mesh.devices import make_mesh
@@ -99,8 +96,8 @@ def draw_params(program: Program, *seed: int) -> ref.Params:
   }
 
 
-def plan_of(program: Program, start: ref.Params) -> Plan:
-  """The plan of a program; `run` adds the schedule."""
+def plan_of(program: Program, start: ref.Params) -> Streaming:
+  """The sync of a program; `run` adds the schedule."""
   c = default_config("chunked_topk", "delayed_averaging", "error_feedback")
   c.replicas = program.M
   c.sync_every = 100  # Replaced.
@@ -131,7 +128,7 @@ def plan_of(program: Program, start: ref.Params) -> Plan:
   c.wire.exchange = program.exchange
   c = resolve(c)
   mesh = make_mesh(c, jax.devices()[:1])
-  return make_plan(c, mesh, jax.tree.map(np.shape, start))
+  return make_streaming(c, mesh, jax.tree.map(np.shape, start))
 
 
 @dataclasses.dataclass
@@ -160,37 +157,37 @@ def run(program: Program, H: int, taus, T: int, start, inner):
   Returns:
     Snapshots after step T and after draining.
   """
-  plan = plan_of(program, start)
-  schedule = Schedule(len(plan.fragments), H, tuple(taus))
-  plan = dataclasses.replace(plan, schedule=schedule)
+  sync = plan_of(program, start)
+  schedule = Schedule(len(sync.fragments), H, tuple(taus))
+  sync = dataclasses.replace(sync, schedule=schedule)
   repeat = lambda x: jnp.asarray(np.stack([x] * program.M), program.dtype)
   events = []
-  with jax.set_mesh(plan.mesh):
+  with jax.set_mesh(sync.mesh):
     params_M = jax.tree.map(repeat, start)
-    places = sharding.shardings(params_M, plan.mesh, (sharding.REPLICA,))
+    places = sharding.shardings(params_M, sync.mesh, (sharding.REPLICA,))
     params_M = jax.device_put(params_M, places)
-    state = init_outer(plan, params_M)
+    state = sync.init(params_M)
     for t in range(1, T + 1):
       params_M = inner(params_M, t)
-      params_M, state, more = plan.step(plan, t, params_M, state)
+      params_M, state, more = sync.step(t, params_M, state)
       events += more
-    before = snapshot(program, plan, params_M, state, events)
-    params_M, state, more = drain(plan, T, params_M, state)
-    return before, snapshot(program, plan, params_M, state, events + more)
+    before = snapshot(program, sync, params_M, state, events)
+    params_M, state, more = sync.drain(T, params_M, state)
+    return before, snapshot(program, sync, params_M, state, events + more)
 
 
-def snapshot(program, plan, params_M, state, events) -> Snapshot:
+def snapshot(program, sync, params_M, state, events) -> Snapshot:
   names = ("mu", "nu") if program.optimizer == "adam" else ("trace",)
   if program.optimizer == "sgd" and not program.mu:
     names = ()
   moments = {}
   for name in names:
     parts = tuple(optax.tree_utils.tree_get(s, name) for s in state.opt_state)
-    moments[name] = outer_params(plan, state.replace(theta=parts))
+    moments[name] = sync.params(state.replace(theta=parts))
   host = jax.tree.map(lambda x: np.asarray(x, np.float32), params_M)
   kinds = {"send": "send", "receive": "update"}
   return Snapshot(
-    outer=jax.tree.map(np.asarray, outer_params(plan, state)),
+    outer=jax.tree.map(np.asarray, sync.params(state)),
     replicas=[jax.tree.map(lambda x, m=m: x[m], host) for m in range(program.M)],
     moments=jax.tree.map(np.asarray, moments),
     log=[(kinds[e.kind], e.step, e.fragment) for e in events],

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from diloco.algorithm import placement
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.outer import drain, outer_step
-from diloco.algorithm.state import init_outer, outer_params
+from diloco.algorithm.outer import outer_step
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
@@ -28,55 +27,55 @@ def make(tiny, **fields):
   tiny.overlap.tau, tiny.overlap.alpha = 3, 0.25
   tiny.update_from_flattened_dict(fields)
   c = resolve(tiny)
-  return make_plan(c, make_mesh(c, jax.devices()[:1]), SHAPES)
+  return make_streaming(c, make_mesh(c, jax.devices()[:1]), SHAPES)
 
 
 def host(tiny, **fields):
   return make(tiny, **{"overlap.transport": "host", **fields})
 
 
-def start(plan):
+def start(sync):
   """Equal replicas and their outer state."""
-  ones = lambda shape: jnp.ones((plan.replicas, *shape), jnp.float32)
+  ones = lambda shape: jnp.ones((sync.replicas, *shape), jnp.float32)
   params_M = jax.tree.map(ones, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
-  places = sharding.shardings(params_M, plan.mesh, (sharding.REPLICA,))
+  places = sharding.shardings(params_M, sync.mesh, (sharding.REPLICA,))
   params_M = jax.device_put(params_M, places)
-  return params_M, init_outer(plan, params_M)
+  return params_M, sync.init(params_M)
 
 
-def walk(plan, steps: int = STEPS, before_every_step=lambda t, params_M, state: None):
+def walk(sync, steps: int = STEPS, before_every_step=lambda t, params_M, state: None):
   """A run whose inner steps are random increments: (replicas, outer, events)."""
   rng = np.random.default_rng(0)
-  with jax.set_mesh(plan.mesh):
-    params_M, state = start(plan)
+  with jax.set_mesh(sync.mesh):
+    params_M, state = start(sync)
     events = []
     for t in range(1, steps + 1):
       add = lambda x: x + jnp.asarray(0.1 * rng.standard_normal(x.shape), jnp.float32)
       params_M = jax.tree.map(add, params_M)
       before_every_step(t, params_M, state)
-      params_M, state, more = outer_step(plan, t, params_M, state)
+      params_M, state, more = outer_step(sync, t, params_M, state)
       events += more
-    params_M, state, more = drain(plan, steps, params_M, state)
-    theta = outer_params(plan, state)
+    params_M, state, more = sync.drain(steps, params_M, state)
+    theta = sync.params(state)
   return jax.device_get(params_M), jax.device_get(theta), events + more
 
 
 def test_a_payload_that_has_arrived_is_not_carried_again(tiny, monkeypatch):
-  plan = make(tiny)
+  sync = make(tiny)
 
   class Never:
     def carry(self, payload):
       raise AssertionError("carried twice")
 
-  once = dataclasses.replace(plan, transport=Never())
-  with jax.set_mesh(plan.mesh):
-    params_M, state = start(plan)
-    state, _ = plan.place.send(plan, 1, 0, params_M, state)
+  once = dataclasses.replace(sync, transport=Never())
+  with jax.set_mesh(sync.mesh):
+    params_M, state = start(sync)
+    state, _ = sync.send(1, 0, params_M, state)
     flying = state.in_flight[0]
     theta, opt_state, _ = state.fragment(0)
     with pytest.raises(AssertionError, match="carried twice"):
-      once.receive(theta, opt_state, flying)
-    once.receive(theta, opt_state, dataclasses.replace(flying, arrived=True))
+      once.update(theta, opt_state, flying)
+    once.update(theta, opt_state, dataclasses.replace(flying, arrived=True))
 
 
 def assert_same(a, b):
@@ -95,8 +94,8 @@ def test_hosts_compute_what_devices_compute_bit_for_bit(tiny, optimizer):
 
 def test_a_late_exchange_is_awaited_and_merged_at_its_step(tiny, monkeypatch):
   expected = walk(host(tiny))
-  plan = host(tiny)
-  carry, finish = plan.transport.carry, plan.place._jobs.finish
+  sync = host(tiny)
+  carry, finish = sync.transport.carry, sync.place._jobs.finish
   awaited, threads = threading.Semaphore(0), set()
 
   def late(payload):
@@ -108,72 +107,72 @@ def test_a_late_exchange_is_awaited_and_merged_at_its_step(tiny, monkeypatch):
     threading.Timer(0.2, awaited.release).start()
     return finish(*args)
 
-  monkeypatch.setattr(plan.transport, "carry", late)
-  monkeypatch.setattr(plan.place._jobs, "finish", ask)
+  monkeypatch.setattr(sync.transport, "carry", late)
+  monkeypatch.setattr(sync.place._jobs, "finish", ask)
   ticks = itertools.count()
   clock = types.SimpleNamespace(perf_counter=lambda: float(next(ticks)))
   monkeypatch.setattr(placement, "time", clock)
-  params_M, theta, events = walk(plan)
+  params_M, theta, events = walk(sync)
   assert_same((params_M, theta), expected[:2])
   assert len(threads) == 1
   assert threading.main_thread() not in threads
   received = [e for e in events if e.kind == "receive"]
-  assert received[0].step == plan.schedule.sync_every + 3
+  assert received[0].step == sync.schedule.sync_every + 3
   assert {float(e.metrics["waited_s"]) for e in received} == {1.0}
 
 
 def test_a_failed_exchange_names_the_reason_and_the_remedy(tiny, monkeypatch):
-  plan = host(tiny)
+  sync = host(tiny)
 
   def fail(payload):
     raise OSError("connection closed by peer")
 
-  monkeypatch.setattr(plan.transport, "_gather", fail)
+  monkeypatch.setattr(sync.transport, "_gather", fail)
   with pytest.raises(
     ExchangeFailed, match=r"\(connection closed by peer\).*same command continues"
   ):
-    walk(plan)
+    walk(sync)
 
 
 @pytest.mark.parametrize("kept", [lambda x: x, jnp.copy], ids=["itself", "a copy"])
 def test_a_state_that_goes_back_merges_its_own_payloads(tiny, kept):
-  plan = host(tiny)
-  expected = walk(plan)
+  sync = host(tiny)
+  expected = walk(sync)
 
   def abandon_a_future(t, params_M, state):
     """Fragments of the state arrive, and others are sent; nothing of it counts."""
     future_M, state = jax.tree.map(lambda x: x + t, params_M), jax.tree.map(kept, state)
     for later in range(t, t + t % 6):
-      future_M, state, _ = outer_step(plan, later, future_M, state)
+      future_M, state, _ = outer_step(sync, later, future_M, state)
 
-  assert_same(walk(plan, before_every_step=abandon_a_future)[:2], expected[:2])
+  assert_same(walk(sync, before_every_step=abandon_a_future)[:2], expected[:2])
 
 
 def test_offloaded_outer_state_lives_in_host_memory_and_changes_no_result(tiny):
   expected = walk(make(tiny))
-  plan = make(tiny, **{"outer.offload": True, "overlap.tau": 3})
-  assert_same(expected[:2], walk(plan)[:2])
+  sync = make(tiny, **{"outer.offload": True, "overlap.tau": 3})
+  assert_same(expected[:2], walk(sync)[:2])
   kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
-  with jax.set_mesh(plan.mesh):
-    params_M, state = start(plan)
+  with jax.set_mesh(sync.mesh):
+    params_M, state = start(sync)
     assert kinds((state.theta, state.opt_state)) == {"pinned_host"}
     for t in (4, 5, 6, 7):
-      params_M, state, events = outer_step(plan, t, params_M, state)
-      flying = plan.schedule.in_flight(t)
-      for p in range(len(plan.fragments)):
+      params_M, state, events = outer_step(sync, t, params_M, state)
+      flying = sync.schedule.in_flight(t)
+      for p in range(len(sync.fragments)):
         place = "device" if p in flying else "pinned_host"
         assert kinds((state.theta[p], state.opt_state[p])) == {place}
     assert events[-1].kind == "receive"
-    assert kinds(outer_params(plan, state)) == {"device"}
+    assert kinds(sync.params(state)) == {"device"}
 
 
 @pytest.mark.parametrize(("taus", "fetches"), [((1, 1), 2), ((1, 2), 3)])
 def test_offloaded_outer_state_is_copied_once_each_way(
   tiny, monkeypatch, taus, fetches
 ):
-  plan = make(tiny, **{"outer.offload": True, "fragments.pattern": "whole"})
-  schedule = dataclasses.replace(plan.schedule, taus=taus)
-  plan = dataclasses.replace(plan, schedule=schedule)
+  sync = make(tiny, **{"outer.offload": True, "fragments.pattern": "whole"})
+  schedule = dataclasses.replace(sync.schedule, taus=taus)
+  sync = dataclasses.replace(sync, schedule=schedule)
   copied = []
 
   def copy(tree, kind):
@@ -183,7 +182,7 @@ def test_offloaded_outer_state_is_copied_once_each_way(
 
   in_memory = placement._in_memory
   monkeypatch.setattr(placement, "_in_memory", copy)
-  walk(plan, steps=plan.schedule.sync_every)
+  walk(sync, steps=sync.schedule.sync_every)
   # theta and optimizer state: to the host at first; in a round to the devices and back;
   # theta once more for a replica with a larger tau, and for evaluation.
   theta = len(SHAPES)

@@ -39,7 +39,7 @@ def test_the_mean_and_the_first_of_three_replicas(mesh, dtype):
 def test_data_parallel_is_judged_by_its_one_model(mesh):
   params_M = replicas(1, "float32")
   state = TrainState(params_M, (), OuterState((), (), (), {}))
-  found = DataParallel(Config(), mesh, plan=None).params(state)
+  found = DataParallel(Config(), mesh, sync=None).params(state)
   jax.tree.map(
     np.testing.assert_array_equal, found, jax.tree.map(lambda x: x[0], params_M)
   )

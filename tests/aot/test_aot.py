@@ -17,8 +17,8 @@ from conftest import first_of
 from dry_run_needs import needs_cuda_plugin, needs_libtpu
 from jax.experimental import topologies
 
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.state import abstract_state, init_state
+from diloco.algorithm.method import abstract_state, init_state
+from diloco.algorithm.streaming import make_streaming
 from diloco.aot import report, topology
 from diloco.aot.programs import Programs, nbytes
 from diloco.config import add_plugins, resolve
@@ -94,8 +94,8 @@ def test_shapes_and_sizes_are_those_of_a_real_state(tiny):
   c = resolve(tiny)
   mesh = make_mesh(c, jax.devices()[:1])
   with jax.set_mesh(mesh):
-    plan = make_plan(c, mesh)
-    real, shapes = init_state(c, mesh, plan), abstract_state(c, mesh, plan)
+    sync = make_streaming(c, mesh)
+    real, shapes = init_state(c, mesh, sync), abstract_state(c, mesh, sync)
   same = lambda a, b: (
     (a.shape, a.dtype) == (b.shape, b.dtype)
     and (a.sharding.is_equivalent_to(b.sharding, a.ndim))

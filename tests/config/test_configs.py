@@ -11,7 +11,7 @@ import shlex
 import jax
 import pytest
 
-from diloco.algorithm.make import make_plan
+from diloco.algorithm.streaming import make_streaming
 from diloco.cli import list_configs as listing
 from diloco.config import add_plugins, changed, resolve
 from diloco.config.command_line import load_config
@@ -193,13 +193,13 @@ def test_the_list_counts_what_a_run_sends(tiny, steps, exchange):
   tiny.wire.exchange = exchange
   c = resolve(tiny)
   # The bytes and the schedule of the trainer, step by step.
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]))
+  sync = make_streaming(c, make_mesh(c, jax.devices()[:1]))
   books, largest = Ledger(), 0
   for t in range(1, steps + 1):
-    for p in plan.schedule.sends(t):
-      books.record(p, t, plan.sync_bytes(p))
-      largest = max(largest, plan.payload(p).size // 3)
-  values = sparta.count(0.1, plan.parameters)
+    for p in sync.schedule.sends(t):
+      books.record(p, t, sync.sync_bytes(p))
+      largest = max(largest, sync.payload(p).size // 3)
+  values = sparta.count(0.1, sync.parameters)
   averages = 4 / 3 * 4 * (steps // 2 * values + steps // 4 * num_params(c.model))
   row = listing.row("tiny", c)
   assert row["sent"] == pytest.approx(books.total + averages, abs=steps)

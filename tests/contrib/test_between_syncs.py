@@ -13,11 +13,11 @@ import pytest
 import reference as ref
 
 from diloco import train
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.method import BetweenSyncs, make_method
+from diloco.algorithm.method import BetweenSyncs, abstract_state, make_method
 from diloco.algorithm.optimizers import OuterTuned, make_inner
-from diloco.algorithm.outer import drain, outer_step
-from diloco.algorithm.state import TrainState, abstract_state, init_outer, outer_params
+from diloco.algorithm.outer import outer_step
+from diloco.algorithm.state import TrainState
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import add_plugins, default_config, resolve
 from diloco.contrib import des_loc, sparta
 from diloco.errors import ConfigError
@@ -60,26 +60,26 @@ def gradients(t):
 
 def by_package(c):
   """Trains with the optimizers, averages and outer steps of the trainer."""
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
+  sync = make_streaming(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
   inner, sent = make_inner(c), dict[str, list[int]]()
   inner_step = jax.jit(jax.vmap(inner.update))
   params = jax.tree.map(
     lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.float32), (M, *x.shape)), ONE
   )
-  state = TrainState(params, jax.vmap(inner.init)(params), init_outer(plan, params))
-  with jax.set_mesh(plan.mesh):
+  state = TrainState(params, jax.vmap(inner.init)(params), sync.init(params))
+  with jax.set_mesh(sync.mesh):
     for t in range(1, STEPS + 1):
       updates, opt_state = inner_step(gradients(t), state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
       state = TrainState(params, opt_state, state.outer)
-      state, events = conftest.averaged(c, t, plan, state)
+      state, events = conftest.averaged(c, t, sync, state)
       for event in events:
         assert (event.kind, event.step, event.metrics) == ("average", t, {})
         sent.setdefault(event.fragment, []).append(event.sent)
-      params, outer, _ = outer_step(plan, t, state.params, state.outer)
+      params, outer, _ = outer_step(sync, t, state.params, state.outer)
       state = TrainState(params, state.opt_state, outer)
-    params, outer, _ = drain(plan, STEPS, state.params, state.outer)
-  return jax.tree.leaves(params), jax.tree.leaves(outer_params(plan, outer)), sent
+    params, outer, _ = sync.drain(STEPS, state.params, state.outer)
+  return jax.tree.leaves(params), jax.tree.leaves(sync.params(outer)), sent
 
 
 def by_hand(c, masks=None):
@@ -210,9 +210,9 @@ def test_moments_in_four_bits_move_to_the_mean_of_their_codes(fields):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_coded_mean_keeps_the_mean_of_the_replicas_and_brings_them_together(dtype):
   c = make_config(**{"des_loc.first_every": 1, "des_loc.format": "e3m0"})
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
-  wire = c.of(des_loc.DesLoc).wire(plan.wire)
-  to_mean = lambda x: des_loc.coded_mean(x, wire=wire, mesh=plan.mesh, positive=False)
+  sync = make_streaming(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
+  wire = c.of(des_loc.DesLoc).wire(sync.wire)
+  to_mean = lambda x: des_loc.coded_mean(x, wire=wire, mesh=sync.mesh, positive=False)
   old = jax.tree.map(lambda x: np.asarray(x, dtype), gradients(0))
   new = to_mean(jax.tree.map(jnp.asarray, old))
   apart = lambda x: np.square(np.float64(x) - np.float64(x).mean(axis=0)).sum()
@@ -240,9 +240,9 @@ def test_a_format_of_moments_that_does_not_exist_is_refused(tiny):
 def test_a_warm_start_averages_nothing_because_its_replicas_are_equal():
   fields = {"sparta.share": 0.1, "des_loc.first_every": 2, "des_loc.second_every": 4}
   c = make_config(**fields, **{"warm_start.steps": 4})
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
+  sync = make_streaming(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
   state = TrainState(ONE, ONE, None)
-  assert all(conftest.averaged(c, t, plan, state) == (state, []) for t in (1, 4))
+  assert all(conftest.averaged(c, t, sync, state) == (state, []) for t in (1, 4))
   assert c.averages_after(5) == ["sparta"]
   assert c.averages_after(8) == ["first_moments", "second_moments", "sparta"]
 
@@ -252,16 +252,16 @@ def test_a_method_with_averages_passes_on_what_was_drained_and_tuned():
   method = make_method(c, make_mesh(c, jax.devices()[:1]))
   method = method.after_drain(7).tune(5, OuterTuned(0.1, None))
   assert isinstance(method, BetweenSyncs)
-  plan = method.plan
-  assert (plan.schedule.drained, plan.seed, plan.tuned.learning_rate) == (7, 5, 0.1)
+  sync = method.sync
+  assert (sync.schedule.drained, sync.seed, sync.tuned.learning_rate) == (7, 5, 0.1)
 
 
 def test_sparta_of_all_values_is_their_mean_in_any_dtype():
   c = make_config()
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
+  sync = make_streaming(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
   old = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), gradients(0))
   want = [np.asarray(x, np.float64).mean(axis=0) for x in jax.tree.leaves(old)]
-  found = sparta.average(old, jax.random.key(0), share=1.0, mesh=plan.mesh)
+  found = sparta.average(old, jax.random.key(0), share=1.0, mesh=sync.mesh)
   for x_M, mean in zip(jax.tree.leaves(found), want, strict=True):
     assert x_M.dtype == jnp.bfloat16
     assert (x_M == x_M[:1]).all()
@@ -299,16 +299,16 @@ def test_moments_are_known_by_their_names(tiny, optimizer, first, second):
   tiny.inner.optimizer, tiny.inner.weight_decay = optimizer, 0.0
   c = resolve(tiny)
   mesh = make_mesh(c, jax.devices()[:1])
-  plan = make_plan(c, mesh)
-  state = abstract_state(c, mesh, plan).opt_state
+  sync = make_streaming(c, mesh)
+  state = abstract_state(c, mesh, sync).opt_state
   for kind, times in ((des_loc.FIRST, first), (des_loc.SECOND, second)):
-    assert count(plan, state, kind) == times * num_params(c.model)
+    assert count(sync, state, kind) == times * num_params(c.model)
 
 
-def count(plan, state, kind):
+def count(sync, state, kind):
   """Counts the values of the moments of a kind in one replica."""
   leaves = jax.tree.leaves(state)
-  found = [x for own, x in des_loc.moments(plan.parameters, state) if own == kind]
+  found = [x for own, x in des_loc.moments(sync.parameters, state) if own == kind]
   return sum(np.prod(leaves[i].shape[1:], dtype=int) for i in jax.tree.leaves(found))
 
 
@@ -316,10 +316,10 @@ def test_muon_has_a_second_moment_of_few_parameters(tiny):
   tiny.inner.optimizer = "muon"
   c = resolve(tiny)
   mesh = make_mesh(c, jax.devices()[:1])
-  plan = make_plan(c, mesh)
-  state = abstract_state(c, mesh, plan).opt_state
+  sync = make_streaming(c, mesh)
+  state = abstract_state(c, mesh, sync).opt_state
   kinds = (des_loc.FIRST, des_loc.SECOND)
-  values = {kind: count(plan, state, kind) for kind in kinds}
+  values = {kind: count(sync, state, kind) for kind in kinds}
   matrices = num_params(c.model) - values[des_loc.SECOND]
   assert values[des_loc.FIRST] == num_params(c.model)
   assert matrices == 12 * c.model.num_layers * c.model.dim**2
@@ -358,7 +358,7 @@ def test_a_run_counts_its_averages_and_resumes_exactly(tiny, tmp_path):
   moments = {name: x for name, x in found.items() if "mu" in name or "nu" in name}
   assert sum(x.size for x in moments.values()) == 2 * 2 * n
   assert all((x[0] == x[1]).all() for x in moments.values())
-  values = sparta.count(0.01, make_plan(c, make_mesh(c)).parameters)
+  values = sparta.count(0.01, make_streaming(c, make_mesh(c)).parameters)
   assert 0.01 * n < values < 0.02 * n  # Small tensors send one value at least.
   assert summary["averages"] == {
     "sparta": {"times": 12, "bytes": 12 * 4 * values},

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from diloco.algorithm.make import make_plan
+from diloco.algorithm.streaming import make_streaming
 from diloco.aot.programs import Programs
 from diloco.config import resolve
 from diloco.contrib import warm_start
@@ -57,21 +57,21 @@ def computed(name: str) -> dict:
   METHODS.use(config, name)
   c = resolve(config)
   mesh = make_mesh(c, jax.devices()[:1])
-  programs, plan = Programs(c, mesh), make_plan(c, mesh)
+  programs, sync = Programs(c, mesh), make_streaming(c, mesh)
   with jax.set_mesh(mesh):
     found = {name: lower().as_text() for name, lower in programs.lower.items()}
     if c.joint_steps:
       outer = programs.state.outer
       theta, opt_state = outer.theta[0], outer.opt_state[0]
       found["follow"] = warm_start._accumulate.lower(
-        *(theta, opt_state, theta, plan.tuned),
+        *(theta, opt_state, theta, sync.tuned),
         momentum=c.of(warm_start.WarmStart).momentum,
-        outer=plan.outer,
+        outer=sync.outer,
         mesh=mesh,
       ).as_text()
-  if plan.fragments:
-    found["bytes"] = [plan.sync_bytes(p) for p in range(len(plan.fragments))]
-    found |= {"schedule": plan.schedule, "numbers": plan.tuned}
+  if sync.fragments:
+    found["bytes"] = [sync.sync_bytes(p) for p in range(len(sync.fragments))]
+    found |= {"schedule": sync.schedule, "numbers": sync.tuned}
   return found
 
 

@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm import optimizers, overlap
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.state import init_state
+from diloco.algorithm.method import init_state
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import Config, add_plugins, changed, resolve
 from diloco.contrib import fedpart
 from diloco.errors import ConfigError
@@ -38,15 +38,15 @@ def test_what_is_sent_next_is_trained(tiny, sync_every):
 def test_each_fragment_trains_until_it_is_sent(tiny):
   c = make(tiny, sync_every=8, **{"inner.warmup_steps": 0, "train.steps": 18})
   mesh = make_mesh(c)
-  plan = make_plan(c, mesh)
+  sync = make_streaming(c, mesh)
   tokens = jnp.ones((2, 2, 16), jnp.int32)
   with jax.set_mesh(mesh):
-    state = init_state(c, mesh, plan)
+    state = init_state(c, mesh, sync)
     for t in range(1, 18):
       before = jax.tree.map(np.asarray, state.params)
-      state, _ = overlap.inner_steps(c, plan, range(t, t + 1), state, [tokens])
-      sends = next(s for s in map(plan.schedule.sends, range(t, 99)) if s)
-      next_sent = [plan.fragments[p] for p in sends]
+      state, _ = overlap.inner_steps(c, sync, range(t, t + 1), state, [tokens])
+      sends = next(s for s in map(sync.schedule.sends, range(t, 99)) if s)
+      next_sent = [sync.fragments[p] for p in sends]
       changed = jax.tree.map(lambda x, y: np.asarray(x) != y, state.params, before)
       layers = np.flatnonzero(changed["blocks"]["ff"]["up"].any(axis=(0, 2, 3)))
       assert sorted(layers) == sorted(i for f in next_sent for i in f.layers), t

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import diloco
 from diloco.algorithm.inner import inner_step, mean_of_all
-from diloco.algorithm.make import make_plan
+from diloco.algorithm.method import init_state
 from diloco.algorithm.optimizers import tuned
-from diloco.algorithm.state import init_state
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import add_plugins, changed, resolve
 from diloco.contrib import warm_start
 from diloco.errors import ConfigError
@@ -80,11 +80,11 @@ def test_fragments_follow_and_momentum_grows_as_in_numpy(warm, tau, accumulates)
     outer=diloco.OuterConfig(f"sgd(momentum={MOMENTUM}, nesterov=True)", RATE),
   )
   # The library refuses a warm start, whose gradients it cannot average.
-  schedule = dataclasses.replace(method.plan.schedule, joint_steps=warm)
+  schedule = dataclasses.replace(method.sync.schedule, joint_steps=warm)
   step = functools.partial(warm_start.outer_step, momentum=accumulates)
-  fields = {"schedule": schedule, "step": step}
-  plan = dataclasses.replace(method.plan, **fields)
-  method = dataclasses.replace(method, plan=plan)
+  fields = {"schedule": schedule, "outer_step": step}
+  sync = dataclasses.replace(method.sync, **fields)
+  method = dataclasses.replace(method, sync=sync)
   state, kinds = method.init(params_M), {}
   for t in range(1, STEPS + 1):
     add = increments(t, warm)
@@ -153,7 +153,7 @@ def test_an_averaged_step_is_that_of_data_parallel(tiny):
   for config, averaged in ((c, True), (one, False)):
     mesh = make_mesh(config, jax.devices()[:1])
     with jax.set_mesh(mesh):
-      s = init_state(config, mesh, make_plan(config, mesh))
+      s = init_state(config, mesh, make_streaming(config, mesh))
       batch = tokens.reshape(config.models, -1, c.model.seq_len)
       args = (s.params, s.opt_state, batch, tuned(config))
       found.append(inner_step(*args, c=config, averaged=averaged))

@@ -20,9 +20,8 @@ from conftest import first_of
 from threads import free_port
 
 import diloco
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.outer import drain, outer_step
-from diloco.algorithm.state import init_outer, outer_params
+from diloco.algorithm.outer import outer_step
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import default_config, resolve
 from diloco.contrib import error_feedback  # noqa: F401  Registers.
 from diloco.library import arguments
@@ -116,13 +115,13 @@ def test_stacked_layers_train_as_in_the_trainer(wire):
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
   one = {"blocks": {"v": draw(5, 6), "w": draw(5, 3, 4)}, "embed": {"t": draw(7, 4)}}
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, one))
+  sync = make_streaming(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, one))
   params_M = diloco.replicate(one, M)
-  state = init_outer(plan, params_M)
+  state = sync.init(params_M)
   for t in range(1, STEPS + 1):
-    params_M, state, _ = outer_step(plan, t, moved(t, params_M), state)
-  params_M, state, _ = drain(plan, STEPS, params_M, state)
-  expected = jax.tree.map(np.asarray, (params_M, outer_params(plan, state)))
+    params_M, state, _ = outer_step(sync, t, moved(t, params_M), state)
+  params_M, state, _ = sync.drain(STEPS, params_M, state)
+  expected = jax.tree.map(np.asarray, (params_M, sync.params(state)))
 
   params_M = diloco.replicate(one, M)
   method = diloco.streaming(
@@ -136,7 +135,7 @@ def test_stacked_layers_train_as_in_the_trainer(wire):
   assert method.fragments[0] == ("blocks/v[0, 3]", "blocks/w[0, 3]")
   assert method.fragments[-1] == ("embed/t",)
   assert [method.sync_bytes(p) for p in range(4)] == [
-    plan.sync_bytes(p) for p in range(4)
+    sync.sync_bytes(p) for p in range(4)
   ]
   assert_equal(train(method, params_M)[1], expected)
 
@@ -368,7 +367,7 @@ def test_a_wire_without_a_format_sends_e3m0():
   params_M = diloco.replicate(tree(), M)
   for wire in (diloco.WireConfig(), diloco.WireConfig("topk")):
     method = diloco.streaming(params_M, sync_every=6, wire=wire)
-    assert method.plan.wire == dataclasses.replace(wire, format="e3m0")
+    assert method.sync.wire == dataclasses.replace(wire, format="e3m0")
 
 
 def test_numbers_may_be_of_any_kind():
@@ -377,7 +376,7 @@ def test_numbers_may_be_of_any_kind():
   assert len(diloco.streaming(params_M, sync_every=6, fragments=number).fragments) == 2
   for tau in (2, np.int64(2), np.asarray([2] * M)):
     method = diloco.streaming(params_M, sync_every=6, tau=tau)
-    assert method.plan.schedule.taus == (2,) * M
+    assert method.sync.schedule.taus == (2,) * M
 
 
 @pytest.mark.integration("trains the examples")

@@ -7,7 +7,7 @@ from conftest import first_of, update
 
 import diloco
 from diloco import train
-from diloco.algorithm.make import make_plan
+from diloco.algorithm.streaming import make_streaming
 from diloco.cli import evaluate, generate
 from diloco.config import resolve
 from diloco.errors import ConfigError
@@ -100,7 +100,7 @@ def test_diagnostics_which_write_nan_refuse_to_stop_at_nan(tiny, set_modes):
   c = resolve(tiny)
   set_modes({"jax_debug_nans": True})
   with pytest.raises(ConfigError, match=r"every is 3, .* JAX_DEBUG_NANS"):
-    make_plan(c, make_mesh(c, jax.devices()[:1]))
+    make_streaming(c, make_mesh(c, jax.devices()[:1]))
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_without_codes_four_are_like_one(
 LATE = """
 import sys, time
 import conftest, jax, numpy as np
-from diloco.algorithm.make import make_plan
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import resolve
 from diloco.mesh import sharding
 from diloco.processes import distributed as processes
@@ -229,7 +229,7 @@ c.overlap.transport = "host"
 c = resolve(c)
 mesh = make_mesh(c)
 with jax.set_mesh(mesh):
-  transport = make_plan(c, mesh).transport
+  transport = make_streaming(c, mesh).transport
   transport.connect()
   time.sleep(35 * i)
   own = np.full((2, 1, 8), i, np.uint8)

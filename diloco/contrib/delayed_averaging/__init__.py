@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.slices import outer_gradient, put, take
 from diloco.algorithm.state import Event, OuterState, TrainState
+from diloco.algorithm.streaming import Streaming
 from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.spec import plugins, sizes
@@ -100,11 +100,11 @@ class DelayedAveraging(plugins.Extension):
   def outer_step(self, c: Config, step: OuterStep) -> OuterStep:
     return partial(outer_step, step=step) if self.chosen(c) else step
 
-  def programs(self, c: Config, plan: Plan, state: TrainState) -> Iterator[Call]:
+  def programs(self, c: Config, sync: Streaming, state: TrainState) -> Iterator[Call]:
     if not self.chosen(c):
       return
-    p, outer, params = plan.largest, state.outer, state.params
-    theta, codec, layers = outer.theta[p], outer.codec_state[p], plan.layers[p]
+    p, outer, params = sync.largest, state.outer, state.params
+    theta, codec, layers = outer.theta[p], outer.codec_state[p], sync.layers[p]
     held = {"parameters": params, "outer parameters": theta, "compressor": codec}
     args = (params, theta, codec, layers)
     yield Call("steps since the send", held, steps_since, args, {})
@@ -117,7 +117,7 @@ plugins.register(NAME, DelayedAveraging)
 
 
 def outer_step(
-  plan: Plan,
+  sync: Streaming,
   t: int,
   params_M: PyTree,
   state: OuterState,
@@ -127,14 +127,14 @@ def outer_step(
 ) -> tuple[PyTree, OuterState, list[Event]]:
   """Runs `step`; then adds the steps since the send to the fragments that arrived."""
   kept = dict[int, PyTree]()
-  sent = plan.schedule.sends(t, last_send)  # With tau = 0 there are no such steps.
-  for p, _ in plan.schedule.arrivals(t, last_send):
+  sent = sync.schedule.sends(t, last_send)  # With tau = 0 there are no such steps.
+  for p, _ in sync.schedule.arrivals(t, last_send):
     if p not in sent:
-      theta = plan.place.fetch(state.theta[p])
-      kept[p] = steps_since(params_M, theta, state.codec_state[p], plan.layers[p])
-  params_M, state, events = step(plan, t, params_M, state, last_send)
+      theta = sync.place.fetch(state.theta[p])
+      kept[p] = steps_since(params_M, theta, state.codec_state[p], sync.layers[p])
+  params_M, state, events = step(sync, t, params_M, state, last_send)
   for p, steps_M in kept.items():
-    params_M = keep(params_M, steps_M, plan.layers[p])
+    params_M = keep(params_M, steps_M, sync.layers[p])
   return params_M, state, events
 
 

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 
 from diloco.algorithm.inner import each_replica
-from diloco.algorithm.plan import Form, Plan
 from diloco.algorithm.state import Event, OuterState
+from diloco.algorithm.streaming import Streaming
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
 from diloco.contrib.diagnostics import measure
@@ -51,7 +52,7 @@ class MeasuredStep:
 
   def __call__(
     self,
-    plan: Plan,
+    sync: Streaming,
     t: int,
     params_M: PyTree,
     state: OuterState,
@@ -67,19 +68,19 @@ class MeasuredStep:
 
     def measured(t: int) -> list[int]:
       """Lists the measured fragments that are sent after step t: all or none."""
-      count = plan.schedule.num_sends
-      return [p for p in plan.schedule.sends(t) if (count(p, t) - 1) % self.every == 0]
+      count = sync.schedule.num_sends
+      return [p for p in sync.schedule.sends(t) if (count(p, t) - 1) % self.every == 0]
 
-    form: dict[str, Any] = {}
+    lines = dict[str, Any]()
     if measured(t):
-      form["send"] = partial(_send, plan.form)
-    if measured(t - min(plan.schedule.taus)):
-      form["update"] = partial(_update, plan.form)
-    own = dataclasses.replace(plan, form=plan.form._replace(**form)) if form else plan
-    merged_M = [measured(t - tau) for tau in plan.schedule.taus]
+      lines["lines_7_8"] = partial(_send, sync.lines_7_8)
+    if measured(t - min(sync.schedule.taus)):
+      lines["lines_10_11"] = partial(_update, sync.lines_10_11)
+    own = dataclasses.replace(sync, **lines)
+    merged_M = [measured(t - tau) for tau in sync.schedule.taus]
     if last_send is not None or not any(merged_M):
       return self.step(own, t, params_M, state, last_send)
-    batch = self.batch = self.batch or sequences(self.c, plan.mesh)
+    batch = self.batch = self.batch or sequences(self.c, sync.mesh)
     before_M = losses(params_M, *batch, c=self.c)
     params_M, state, events = self.step(own, t, params_M, state)
     after_M = losses(params_M, *batch, c=self.c)
@@ -93,21 +94,21 @@ class MeasuredStep:
 
 
 def _send(
-  form: Form, params_M: PyTree, theta: PyTree, *args: Any, **kind: Any
+  lines: Wrapped, params_M: PyTree, theta: PyTree, *args: Any, **kind: Any
 ) -> tuple[jax.Array, PyTree, Metrics]:
   """Lines 7 and 8, see `outer.send`; also measures the outer gradients by layer."""
-  payload, codec_state, metrics = form.send(params_M, theta, *args, **kind)
+  payload, codec_state, metrics = lines(params_M, theta, *args, **kind)
   _, layers, *_ = args
   more = measure.of_send(params_M, theta, payload, layers, **kind)
   return payload, codec_state, metrics | more
 
 
 def _update(
-  form: Form, theta: PyTree, *args: Any, **kind: Any
+  lines: Wrapped, theta: PyTree, *args: Any, **kind: Any
 ) -> tuple[PyTree, PyTree, Metrics]:
   """Lines 10 and 11, see `outer.update`; also measures the update by layer."""
   before = jax.tree.map(jnp.copy, theta)  # The update donates theta.
-  theta, opt_state, metrics = form.update(theta, *args, **kind)
+  theta, opt_state, metrics = lines(theta, *args, **kind)
   return theta, opt_state, metrics | measure.of_update(before, theta)
 
 

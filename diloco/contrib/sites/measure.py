@@ -35,20 +35,20 @@ def measurer(calendar: Calendar) -> Measure:
 
   It runs on a CPU of this process alone, also if the site has several processes.
   """
-  plan = method_on_cpu(calendar).plan
-  mesh = plan.place.devices
-  plan = dataclasses.replace(plan, place=OnDevices(mesh))
+  sync = method_on_cpu(calendar).sync
+  mesh = sync.place.devices
+  sync = dataclasses.replace(sync, place=OnDevices(mesh))
 
   @functools.partial(jax.jit, static_argnums=1)
   def products(payload: jax.Array, p: int) -> jax.Array:
-    like = sharding.abstract(plan.shapes[p], "float32")
-    delta_R = exchange.decode(plan.wire, mesh, payload, like, (None,))
+    like = sharding.abstract(sync.shapes[p], "float32")
+    delta_R = exchange.decode(sync.wire, mesh, payload, like, (None,))
     return sync_metrics.products(delta_R)
 
   def measure(number: int, payloads: Mapping[int, bytes]) -> dict[int, Measured]:
     p = calendar.rounds[number][1]
     with jax.set_mesh(mesh):
-      found = np.asarray(products(outer_state.place(plan, calendar, p, payloads), p))
+      found = np.asarray(products(outer_state.place(sync, calendar, p, payloads), p))
     return measured(found, [*payloads], calendar.sites)
 
   return measure

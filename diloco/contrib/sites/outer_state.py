@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm import sync_metrics
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState
+from diloco.algorithm.streaming import Streaming
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.contrib.sites.calendar import Calendar
 from diloco.contrib.sites.group.journal import Closed
@@ -24,7 +24,7 @@ from diloco.util.types import PyTree
 
 
 def apply(
-  plan: Plan, calendar: Calendar, closed: Closed, theta: PyTree, opt_state: PyTree
+  sync: Streaming, calendar: Calendar, closed: Closed, theta: PyTree, opt_state: PyTree
 ) -> tuple[PyTree, PyTree, Metrics]:
   """Runs lines 10 and 11 of Algorithm 2 on a CPU, with the payloads of a closed round.
 
@@ -32,7 +32,7 @@ def apply(
   the weights of Decoupled DiLoCo (arXiv 2604.21428): tokens x tokens per step.
 
   Args:
-    plan: of a site.
+    sync: of a site.
     theta, opt_state: outer parameters and optimizer state of the fragment.
 
   Returns:
@@ -41,8 +41,8 @@ def apply(
   if not closed.payloads:  # All were refused.
     none = jnp.float32(0)
     return theta, opt_state, sync_metrics.of_update(none, none, cosine=None)
-  mesh = plan.place.mesh
-  payload = place(plan, calendar, closed.fragment, closed.payloads)
+  mesh = sync.place.mesh
+  payload = place(sync, calendar, closed.fragment, closed.payloads)
   weights = np.zeros((calendar.sites, len(payload) // calendar.sites), np.float32)
   most = max(closed.per_step.values(), default=1)
   for site, tokens in closed.tokens.items():
@@ -51,30 +51,30 @@ def apply(
   # With equal weights the plain mean: no bit differs from the other transports.
   equal = bool((weights == weights[0]).all())
   with jax.set_mesh(mesh):
-    return plan.form.update(
+    return sync.lines_10_11(
       theta,
       opt_state,
       payload,
-      plan.tuned,
+      sync.tuned,
       None if equal else weights.reshape(-1),
-      wire=plan.wire,
-      outer=plan.outer,
+      wire=sync.wire,
+      outer=sync.outer,
       mesh=mesh,
     )
 
 
 def place(
-  plan: Plan, calendar: Calendar, p: int, payloads: Mapping[int, bytes]
+  sync: Streaming, calendar: Calendar, p: int, payloads: Mapping[int, bytes]
 ) -> jax.Array:
   """Puts payloads {site: bytes} of fragment p on the CPU, all sites' in their order.
 
   Absent sites have empty payloads, so that one program serves all counts.
   """
-  n, *shape = plan.payload(p, fsdp=1).shape
+  n, *shape = sync.payload(p, fsdp=1).shape
   codes = np.zeros((calendar.sites, n, *shape), np.uint8)
   for site, data in payloads.items():
     codes[site] = np.frombuffer(data, np.uint8).reshape(n, *shape)
-  whole = NamedSharding(plan.place.mesh, P())
+  whole = NamedSharding(sync.place.mesh, P())
   return sharding.place(codes.reshape(-1, *shape), whole)
 
 

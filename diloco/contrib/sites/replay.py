@@ -68,7 +68,7 @@ def replay(args: argparse.Namespace) -> int:
       break
     p = closed.fragment
     theta, opt_state, _ = outer_state.apply(
-      method.plan, calendar, closed, state.theta[p], state.opt_state[p]
+      method.sync, calendar, closed, state.theta[p], state.opt_state[p]
     )
     state, applied = state.after_update(p, theta, opt_state), applied + 1
   print(

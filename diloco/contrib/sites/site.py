@@ -163,7 +163,7 @@ class Site(Wrapper):
     Raises:
       ConfigError: another process is this site, or the group is of another run.
     """
-    calendar, taus = self._calendar, self.method.plan.schedule.taus
+    calendar, taus = self._calendar, self.method.sync.schedule.taus
     self._applied = self._taken = calendar.first_after(t - min(taus))
     welcome = self._link.join(self._applied, outer_state.digests(state.outer))
     place = self._find_text(t, welcome.data)
@@ -225,7 +225,7 @@ class Site(Wrapper):
       t, state = self._arrive(t, state)
       if not self._link.wait_for_start(self.stop.received):
         return t, state
-    for p in self.method.plan.schedule.sends(t):
+    for p in self.method.sync.schedule.sends(t):
       state = self._send(t, p, state)
     state, arrived = self._arrivals(t, state)
     return self._catch_up(t, state) if arrived else (t, state)
@@ -250,7 +250,7 @@ class Site(Wrapper):
     return state, self._events
 
   def _drain(self, last: int, state: TrainState) -> TrainState:
-    for t in range(last + 1, last + max(self.method.plan.schedule.taus) + 1):
+    for t in range(last + 1, last + max(self.method.sync.schedule.taus) + 1):
       state, arrived = self._arrivals(t, state, last)
       if not arrived:
         return state
@@ -283,7 +283,7 @@ class Site(Wrapper):
 
   def _send(self, t: int, p: int, state: TrainState) -> TrainState:
     """Lines 7 and 8; nothing if the round is closed or the site just began again."""
-    plan, outer, number = self.method.plan, state.outer, self._calendar.number[t, p]
+    sync, outer, number = self.method.sync, state.outer, self._calendar.number[t, p]
     if self._restored_at == t:
       return state
     if number < self._link.newest()[0]:
@@ -293,13 +293,13 @@ class Site(Wrapper):
     before = jax.tree.map(jnp.copy, outer.codec_state[p])  # `send` donates its own.
     arrays = (state.params, outer.theta[p], outer.codec_state[p])
     first = self.part.first_replica
-    payload, codec_state, metrics = unsharded.send(plan, t, p, *arrays, first)
+    payload, codec_state, metrics = unsharded.send(sync, t, p, *arrays, first)
     norms = jnp.asarray(metrics["outer_grad_norm"]).addressable_shards
     finite = all(bool(np.isfinite(x.data).all()) for x in norms)
     parts = self.part.peers.all_gather([finite, self.batches.get_state()])
     if self._restored_at is None and not all(ok for ok, _ in parts):
       return self._restore(t, state, "its parameters are not finite")
-    data = np.asarray(plan.transport.carry(payload).addressable_data(0)).tobytes()
+    data = np.asarray(sync.transport.carry(payload).addressable_data(0)).tobytes()
     c, steps = self.part.config, self._calendar.steps_behind(number, self._since)
     per_step = c.tokens_per_step // c.replicas
     position = {shard: [t, x] for _, part in parts for shard, x in part.items()}
@@ -308,14 +308,14 @@ class Site(Wrapper):
     self._pending[number] = before
     job = functools.partial(self._outer_step, number)
     self._jobs.start(number, job, outer.theta[p], outer.opt_state[p])
-    self._events.append(Event("send", p, t, len(data) // plan.replicas, metrics))
+    self._events.append(Event("send", p, t, len(data) // sync.replicas, metrics))
     return _with_codec_state(state, p, codec_state)
 
   def _arrivals(
     self, t: int, state: TrainState, last_send: int | None = None
   ) -> tuple[TrainState, bool]:
     """Lines 9 to 12; the flag says whether all rounds that were due have come."""
-    schedule = self.method.plan.schedule
+    schedule = self.method.sync.schedule
     for p, mask in schedule.arrivals(t, last_send):
       sent_at = t - min(tau for tau, now in zip(schedule.taus, mask) if now)
       number = self._calendar.number[sent_at, p]
@@ -345,9 +345,9 @@ class Site(Wrapper):
       state = self._take(state, welcome)
     for r in range(self._applied, number + 1):
       state = self._update(t, r, state)
-    plan, p = self.method.plan, self._calendar.rounds[number][1]
-    mask = mask or (True,) * plan.replicas
-    params_M = plan.place.merge(plan, p, state.params, state.outer.theta[p], mask)
+    sync, p = self.method.sync, self._calendar.rounds[number][1]
+    mask = mask or (True,) * sync.replicas
+    params_M = sync.merge(p, state.params, state.outer.theta[p], mask)
     return dataclasses.replace(state, params=params_M)
 
   def _update(self, t: int, number: int, state: TrainState) -> TrainState:
@@ -376,7 +376,7 @@ class Site(Wrapper):
       "waited_s": np.float32(self._waited_s),
     }
     self._events.append(Event("receive", p, t, 0, metrics | more))
-    kept = self.method.plan.place.keep((theta, opt_state))
+    kept = self.method.sync.place.keep((theta, opt_state))
     state = dataclasses.replace(state, outer=state.outer.after_update(p, *kept))
     if sent and refused:
       return self._restore(t, state, f"its payload of round {number} was refused")
@@ -387,8 +387,8 @@ class Site(Wrapper):
   ) -> tuple[Closed, tuple[PyTree, PyTree, Metrics]]:
     """Waits for a closed round, and runs its outer step."""
     self._link.wait_until(number, lambda: False)
-    closed, plan = self._link.closed(number), self.method.plan
-    found = outer_state.apply(plan, self._calendar, closed, theta, opt_state)
+    closed, sync = self._link.closed(number), self.method.sync
+    found = outer_state.apply(sync, self._calendar, closed, theta, opt_state)
     self._link.applied(number, outer_state.digest(*found[:2]))
     return closed, found
 
@@ -439,9 +439,9 @@ class Site(Wrapper):
   def _take(self, state: TrainState, welcome: Welcome) -> TrainState:
     """Takes the group's outer state from a snapshot, and starts from it."""
     outer = outer_state.from_bytes(welcome.snapshot, state.outer)
-    whole, params_M = dataclasses.replace(self.method.plan, alpha=0.0), state.params
+    whole, params_M = dataclasses.replace(self.method.sync, alpha=0.0), state.params
     for p, theta in enumerate(outer.theta):
-      params_M = whole.place.merge(whole, p, params_M, theta, (True,) * whole.replicas)
+      params_M = whole.merge(p, params_M, theta, (True,) * whole.replicas)
     self._applied = self._taken = welcome.round
     self._pending.clear()
     self._jobs.close()

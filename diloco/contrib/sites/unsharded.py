@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.slices import Layers, take
+from diloco.algorithm.streaming import Streaming
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
@@ -22,7 +22,7 @@ from diloco.util.types import PyTree
 
 
 def send(
-  plan: Plan,
+  sync: Streaming,
   t: int,
   p: int,
   params_M: PyTree,
@@ -30,24 +30,24 @@ def send(
   codec_state: PyTree,
   first: int,
 ) -> tuple[jax.Array, PyTree, Metrics]:
-  """Lines 7 and 8 for fragment p after step t, with the arguments of `Plan.send`.
+  """Lines 7 and 8 for fragment p after step t, as `Streaming.encode` does.
 
   Returns:
     Payload uint8 [M, 1, bytes]; new codec_state, sharded as before; metrics.
   """
-  mesh = plan.mesh
+  mesh = sync.mesh
   if mesh.shape[FSDP] == 1:
-    theta = plan.place.fetch(theta)
-    return plan.send(t, p, params_M, theta, codec_state, first)
+    theta = sync.place.fetch(theta)
+    return sync.encode(t, p, params_M, theta, codec_state, first)
   alone = sharding.mesh_of(mesh.devices[:, :1])
-  arrays = (params_M, codec_state, plan.layers[p])
-  gathered = _gather(*arrays, keys=tuple(plan.shapes[p]), mesh=mesh)
+  arrays = (params_M, codec_state, sync.layers[p])
+  gathered = _gather(*arrays, keys=tuple(sync.shapes[p]), mesh=mesh)
   part_M, state = jax.tree.map(functools.partial(_first_copy, alone), gathered)
-  theta = dataclasses.replace(plan.place, devices=alone).fetch(theta)
-  layers = tuple(np.arange(len(x), dtype=x.dtype) for x in plan.layers)
-  one = dataclasses.replace(plan, mesh=alone, layers=layers)
+  theta = dataclasses.replace(sync.place, devices=alone).fetch(theta)
+  layers = tuple(np.arange(len(x), dtype=x.dtype) for x in sync.layers)
+  one = dataclasses.replace(sync, mesh=alone, layers=layers)
   with jax.set_mesh(alone):
-    payload, state, metrics = one.send(t, p, part_M, theta, state, first)
+    payload, state, metrics = one.encode(t, p, part_M, theta, state, first)
   scatter = lambda x, old: sharding.place(sharding.local_parts(x), old.sharding)
   return payload, jax.tree.map(scatter, state, codec_state), metrics
 

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.outer import drain, outer_step, send
-from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import init_outer
+from diloco.algorithm.outer import outer_step, send
+from diloco.algorithm.streaming import Streaming, make_streaming
 from diloco.config import default_config, resolve
 from diloco.contrib.diagnostics import measure
 from diloco.contrib.diagnostics.outer_step import MeasuredStep
@@ -21,15 +19,15 @@ from diloco.wire import exchange
 LAYERS = 5
 
 
-def make(**fields) -> Plan:
-  """A plan for the parameters of `draw`, on one device."""
+def make(**fields) -> Streaming:
+  """A sync for the parameters of `draw`, on one device."""
   c = default_config()
   c.model.num_layers, c.train.steps, c.train.batch_size = LAYERS, 100, 60
   c.sync_every, c.wire.block_size = 8, 4
   c.update_from_flattened_dict(fields)
   c = resolve(c)
   shapes = jax.tree.map(np.shape, draw(np.random.default_rng(0)))
-  return make_plan(c, make_mesh(c, jax.devices()[:1]), shapes)
+  return make_streaming(c, make_mesh(c, jax.devices()[:1]), shapes)
 
 
 def draw(rng: np.random.Generator) -> dict:
@@ -103,17 +101,17 @@ def by_numpy(delta_M, sent_M, theta, layers) -> dict:
 )
 def test_the_diagnostics_of_a_send_equal_numpy(m, pattern):
   fields = {"fragments.pattern": pattern, "fragments.size": LAYERS}
-  plan = make(replicas=m, **fields, **{"wire.format": "e3m0"})
+  sync = make(replicas=m, **fields, **{"wire.format": "e3m0"})
   rng = np.random.default_rng(m)
   theta, common = draw(rng), draw(rng)
   move = lambda t, common, *x: t - np.float32(0.1) * (common + np.stack(x))
   params_M = jax.tree.map(move, theta, common, *[draw(rng) for _ in range(m)])
   delta_M = jax.tree.map(lambda t, x: np.float64(t) - np.float64(x), theta, params_M)
-  wire, mesh = plan.wire, plan.mesh
+  wire, mesh = sync.wire, sync.mesh
   with jax.set_mesh(mesh):
-    state = init_outer(plan, jax.tree.map(lambda t: np.stack([t] * m), theta))
+    state = sync.init(jax.tree.map(lambda t: np.stack([t] * m), theta))
     for p, own in enumerate(state.theta):
-      layers, key = plan.layers[p], jax.random.key(0)
+      layers, key = sync.layers[p], jax.random.key(0)
       args = (params_M, own, state.codec_state[p], layers, key)
       payload, _, whole = send(*args, wire=wire, mesh=mesh)
       decode = jax.jit(lambda x, own=own: exchange.decode(wire, mesh, x, own, (None,)))
@@ -132,7 +130,7 @@ def test_the_diagnostics_of_a_send_equal_numpy(m, pattern):
 
 
 def test_a_single_replica_has_no_cosine_and_no_drift():
-  plan = make(
+  sync = make(
     replicas=1,
     algorithm="diloco",
     plugins=("error_feedback",),
@@ -142,10 +140,10 @@ def test_a_single_replica_has_no_cosine_and_no_drift():
     },
   )
   params_M = jax.tree.map(lambda x: x[None], draw(np.random.default_rng(1)))
-  with jax.set_mesh(plan.mesh):
-    theta, args = init_outer(plan, params_M).theta[0], (plan.layers[0],)
-    payload = jnp.zeros(plan.payload(0).shape, jnp.uint8)  # Codes of zeros.
-    args, kind = (theta, payload, *args), {"wire": plan.wire, "mesh": plan.mesh}
+  with jax.set_mesh(sync.mesh):
+    theta, args = sync.init(params_M).theta[0], (sync.layers[0],)
+    payload = jnp.zeros(sync.payload(0).shape, jnp.uint8)  # Codes of zeros.
+    args, kind = (theta, payload, *args), {"wire": sync.wire, "mesh": sync.mesh}
     moved_M = jax.tree.map(lambda x_M: 2 * x_M, params_M)
     found = measure.of_send(moved_M, *args, **kind)
   assert "outer_grad_cosine_by_layer" not in found
@@ -196,22 +194,22 @@ def test_the_norm_of_an_update_is_that_of_each_part():
   np.testing.assert_allclose(found, [np.linalg.norm(x) for x in rows], rtol=1e-5)
 
 
-def train(plan: Plan, steps: int) -> tuple[list, dict]:
+def train(sync: Streaming, steps: int) -> tuple[list, dict]:
   """Outer steps between random inner steps; returns the end and the metrics' names.
 
   The names are {(kind, fragment, step): names}.
   """
   rng = np.random.default_rng(4)
-  with jax.set_mesh(plan.mesh):
+  with jax.set_mesh(sync.mesh):
     theta = draw(rng)
-    params_M = jax.tree.map(lambda x: jnp.stack([x] * plan.replicas), theta)
-    state, events = init_outer(plan, params_M), []
+    params_M = jax.tree.map(lambda x: jnp.stack([x] * sync.replicas), theta)
+    state, events = sync.init(params_M), []
     for t in range(1, steps + 1):
-      moves = [draw(rng) for _ in range(plan.replicas)]
+      moves = [draw(rng) for _ in range(sync.replicas)]
       params_M = jax.tree.map(lambda x, *y: x + 0.01 * np.stack(y), params_M, *moves)
-      params_M, state, new = plan.step(plan, t, params_M, state)
+      params_M, state, new = sync.step(t, params_M, state)
       events += new
-    params_M, state, new = drain(plan, steps, params_M, state, final_sync=True)
+    params_M, state, new = sync.drain(steps, params_M, state, final_sync=True)
   names = {(e.kind, e.fragment, e.step): set(e.metrics) for e in [*events, *new]}
   return [np.asarray(x) for x in jax.tree.leaves((params_M, state))], names
 
@@ -220,11 +218,11 @@ def test_the_chosen_syncs_are_measured_and_nothing_else_changes():
   fields = {"overlap.taus": (2, 1), "fragments.size": LAYERS}
   off, without = train(make(**fields), 34)
 
-  def measured(plan, t, params_M, state, last_send=None):
+  def measured(sync, t, params_M, state, last_send=None):
     last = last_send or t  # As in a drain, which computes no losses of a model.
-    return MeasuredStep(None, 2, outer_step)(plan, t, params_M, state, last)
+    return MeasuredStep(None, 2, outer_step)(sync, t, params_M, state, last)
 
-  on, found = train(dataclasses.replace(make(**fields), step=measured), 34)
+  on, found = train(dataclasses.replace(make(**fields), outer_step=measured), 34)
   for x, y in zip(on, off, strict=True):
     np.testing.assert_array_equal(x, y)
   assert found.keys() == without.keys()

@@ -10,9 +10,9 @@ import pytest
 from conftest import update
 from numpy_decoder import numpy_decoder
 
-from diloco.algorithm.make import make_plan
+from diloco.algorithm.method import init_state
 from diloco.algorithm.outer import outer_step
-from diloco.algorithm.state import init_state
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import resolve
 from diloco.contrib import warm_start
 from diloco.contrib.diagnostics.outer_step import MeasuredStep, losses, sequences
@@ -106,12 +106,12 @@ def test_a_replica_that_merges_no_measured_sync_has_no_losses(tiny):
   mesh = make_mesh(c, jax.devices()[:1])
   found = {}
   with jax.set_mesh(mesh):
-    plan = make_plan(c, mesh)
-    state = init_state(c, mesh, plan)
-    still = lambda plan, t, params_M, outer, *_: (params_M, outer, [])
+    sync = make_streaming(c, mesh)
+    state = init_state(c, mesh, sync)
+    still = lambda sync, t, params_M, outer, *_: (params_M, outer, [])
     step = MeasuredStep(c, 2, still)
     for t in range(1, c.train.steps + 1):
-      for event in step(plan, t, state.params, state.outer)[2]:
+      for event in step(sync, t, state.params, state.outer)[2]:
         nulls = [np.isnan(x_M).tolist() for x_M in event.metrics.values()]
         assert list(event.metrics) == ["loss_before_merge", "loss_after_merge"]
         assert nulls[0] == nulls[1]
@@ -135,7 +135,7 @@ def test_the_outer_step_of_another_plugin_is_measured_in_any_order(tiny):
   def step_of(*names):
     tiny.plugins = names
     c = resolve(tiny)
-    return make_plan(c, make_mesh(c, jax.devices()[:1])).step
+    return make_streaming(c, make_mesh(c, jax.devices()[:1])).outer_step
 
   measured = step_of("warm_start", "diagnostics")
   assert isinstance(measured, MeasuredStep)
@@ -154,7 +154,7 @@ def test_each_replica_has_its_loss_and_padding_does_not_count(tiny):
   mesh = make_mesh(c, jax.devices()[:1])
   evaluation = Evaluation(c, mesh)
   with jax.set_mesh(mesh):
-    params = init_state(c, mesh, make_plan(c, mesh)).params
+    params = init_state(c, mesh, make_streaming(c, mesh)).params
   move = lambda x_M: jnp.stack([x_M[0], 1.5 * x_M[0], 0 * x_M[0]])
   params_M = jax.tree.map(move, params)
   tokens, weights = (np.asarray(x) for x in sequences(c, mesh))

@@ -31,7 +31,7 @@ class Four:
     method = measure.method_on_cpu(self.calendar)
     with jax.set_mesh(method.mesh):
       self.state = method.init().outer
-    self.plan, self.mesh = method.plan, method.mesh
+    self.sync, self.mesh = method.sync, method.mesh
     self.measure = measure.measurer(self.calendar)
     self._encode = jax.jit(self._encoded)
     self.said = []
@@ -43,14 +43,14 @@ class Four:
   def payload(self, site, change=lambda x: x):
     """The payload of a site in fragment 0."""
     common, own = np.random.default_rng(9), np.random.default_rng(site)
-    like = abstract(self.plan.shapes[0], "float32")
+    like = abstract(self.sync.shapes[0], "float32")
     draw = lambda x: common.normal(size=x.shape) + own.normal(size=x.shape)
     delta_M = jax.tree.map(lambda x: jnp.float32(change(draw(x))[None]), like)
     with jax.set_mesh(self.mesh):
       return np.asarray(self._encode(delta_M)).tobytes()
 
   def _encoded(self, delta_M):
-    wire, keys_M = self.plan.wire, jax.random.split(jax.random.key(0), 1)
+    wire, keys_M = self.sync.wire, jax.random.split(jax.random.key(0), 1)
     state_M = exchange.init_state(wire, delta_M)
     return exchange.encode(wire, self.mesh, delta_M, state_M, keys_M)[0]
 
@@ -66,7 +66,7 @@ class Four:
   def after(self, entry):
     """Digests of the outer state after a round."""
     args = self.state.theta[0], self.state.opt_state[0]
-    theta, opt_state, _ = outer_state.apply(self.plan, self.calendar, entry, *args)
+    theta, opt_state, _ = outer_state.apply(self.sync, self.calendar, entry, *args)
     return outer_state.digest(theta, opt_state)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from conftest import tiny_config, update
 
-from diloco.algorithm.make import make_plan
 from diloco.algorithm.slices import take
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import resolve
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.data.batches import Batches
@@ -139,12 +139,12 @@ def test_payload_bytes_are_those_of_an_encoded_payload(wire, count):
   assert own.train.batch_size == 8 // count
   mesh = make_mesh(own)
   with jax.set_mesh(mesh):
-    plan = make_plan(own, mesh)
+    sync = make_streaming(own, mesh)
 
     def encode(key, p):
       params = registry.get(own.model).init(own.model, key)
       params_M = jax.tree.map(lambda x: jnp.stack([x] * own.replicas), params)
-      delta_M = take(params_M, plan.shapes[p], plan.layers[p])
+      delta_M = take(params_M, sync.shapes[p], sync.layers[p])
       state, keys = exchange.init_state(own.wire, delta_M), jnp.stack([key] * 4)
       return exchange.encode(own.wire, mesh, delta_M, state, keys[: own.replicas])[0]
 

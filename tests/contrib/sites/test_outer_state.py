@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import make_outer
+from diloco.algorithm.streaming import make_streaming
 from diloco.config import resolve
 from diloco.contrib.sites import outer_state
 from diloco.contrib.sites.group.journal import Closed
@@ -32,16 +32,16 @@ def test_the_mean_is_weighted_by_tokens_and_tokens_per_step(tiny, tokens, per_st
   tiny.outer.optimizer, tiny.outer.learning_rate = "sgd", 0.5
   c = resolve(tiny)
   mesh = make_mesh(c, jax.devices()[:1])
-  plan = make_plan(c, mesh)
+  sync = make_streaming(c, mesh)
   rng = np.random.default_rng(0)
   draw = lambda *lead: jax.tree.map(
     lambda x: jnp.float32(rng.normal(size=(*lead, *x.shape))),
-    abstract(plan.shapes[0], "float32"),
+    abstract(sync.shapes[0], "float32"),
   )
   theta, deltas = draw(), {site: draw(2) for site in tokens}
   keys_M = jax.random.split(jax.random.key(0), 2)
-  encode = jax.jit(lambda x_M: exchange.encode(plan.wire, mesh, x_M, state_M, keys_M))
-  payloads, state_M = {}, exchange.init_state(plan.wire, deltas[0])
+  encode = jax.jit(lambda x_M: exchange.encode(sync.wire, mesh, x_M, state_M, keys_M))
+  payloads, state_M = {}, exchange.init_state(sync.wire, deltas[0])
   for site, delta_M in deltas.items():
     code, _ = encode(delta_M)
     payloads[site] = np.asarray(code).tobytes()
@@ -49,7 +49,7 @@ def test_the_mean_is_weighted_by_tokens_and_tokens_per_step(tiny, tokens, per_st
   opt_state = make_outer(c.outer).init(theta)
   calendar = types.SimpleNamespace(sites=3)
   closed = Closed(0, 0, 1, tokens, payloads, per_step)
-  found, _, _ = outer_state.apply(plan, calendar, closed, theta, opt_state)
+  found, _, _ = outer_state.apply(sync, calendar, closed, theta, opt_state)
   replicas = [
     (n, jax.tree.map(lambda x, m=m: x[m], deltas[site]))
     for site, n in tokens.items()
@@ -64,5 +64,5 @@ def test_the_mean_is_weighted_by_tokens_and_tokens_per_step(tiny, tokens, per_st
   if len({*per_step.values()}) == 1:  # Equal batches: the bits of tokens alone.
     closed, theta = Closed(0, 0, 1, tokens, payloads), jax.tree.map(jnp.array, start)
     args = (closed, theta, make_outer(c.outer).init(theta))
-    alone, _, _ = outer_state.apply(plan, calendar, *args)
+    alone, _, _ = outer_state.apply(sync, calendar, *args)
     jax.tree.map(np.testing.assert_array_equal, alone, found)

@@ -33,7 +33,7 @@ def files(tmp_path_factory):
     assert journal.write(closed)
     p = closed.fragment
     theta, opt_state, _ = outer_state.apply(
-      method.plan, CALENDAR, closed, state.theta[p], state.opt_state[p]
+      method.sync, CALENDAR, closed, state.theta[p], state.opt_state[p]
     )
     state = state.after_update(p, theta, opt_state)
   record = {"session": "x", "beat": 1, "ready": 0, "sent": [], "reason": ""}

@@ -465,7 +465,7 @@ def test_a_checkpoint_needs_no_payload_in_flight(tmp_path):
   player = Player()
   own = config_of(player.calendar.config, 0)
   player.enter(steps=EVERY)
-  assert player.site.plan.schedule.in_flight(EVERY)
+  assert player.site.sync.schedule.in_flight(EVERY)
   with jax.set_mesh(player.mesh):
     method = make_method(own, player.mesh)
     checkpoints = Checkpoints(tmp_path, own, method)

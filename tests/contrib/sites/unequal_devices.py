@@ -51,7 +51,7 @@ def send(method, state, t: int, p: int):
   """Returns the state after a send, the digest of the payload, and its shape."""
   outer = state.outer
   arrays = (state.params, outer.theta[p], outer.codec_state[p])
-  payload, codec_state, metrics = unsharded.send(method.plan, t, p, *arrays, 2)
+  payload, codec_state, metrics = unsharded.send(method.sync, t, p, *arrays, 2)
   assert np.isfinite(metrics["outer_grad_norm"]).all()
   for new, old in zip(*map(jax.tree.leaves, (codec_state, outer.codec_state[p]))):
     assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
@@ -65,7 +65,7 @@ def send(method, state, t: int, p: int):
 def payloads(before, after, fields: dict) -> list:
   """The payloads of steps 3 and 6; a checkpoint moves to another layout between."""
   c, method = make_site(before, fields)
-  p = len(method.plan.fragments) - 1  # With the embedding.
+  p = len(method.sync.fragments) - 1  # With the embedding.
   with jax.set_mesh(method.mesh):
     state, *one = send(method, step(method.init(), 3), 3, p)
     with tempfile.TemporaryDirectory() as folder:
