@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import tempfile
-import types
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # OpenBLAS reads this when it is loaded. Its threads spin between tiny matrices.
@@ -136,14 +135,6 @@ def update(c: ml_collections.ConfigDict, fields: dict) -> None:
   groups = {field.partition(".")[0] for field in fields}
   config_lib.add_plugins(c, *sorted(groups & {*plugins.contrib()}))
   c.update_from_flattened_dict(fields)
-
-
-def averaged(c, t: int, sync, state) -> tuple:
-  """Averages what plug-ins average after inner step t; returns state and events."""
-  from diloco.algorithm.method import BetweenSyncs  # Imports JAX.
-
-  still = types.SimpleNamespace(c=c, sync=sync, outer=lambda t, state: (t, state, []))
-  return BetweenSyncs(still).outer(t, state)[1:]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import plugins  # noqa: F401  Registers `feedback`.
 import diloco
 from diloco.algorithm import optimizers, overlap, slices
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.method import init_state
+from diloco.algorithm.method import DiLoCo, init_state
 from diloco.algorithm.outer import merge, outer_step, send, update
 from diloco.algorithm.state import TrainState, first_replica, replica_mean
 from diloco.algorithm.streaming import make_streaming
@@ -167,7 +167,7 @@ def averages(devices: int, **fields) -> dict:
     s = TrainState(*jax.tree.map(put, (s.params, s.opt_state)), s.outer)
     old = jax.tree.map(np.asarray, (s.params, s.opt_state))
     places = jax.tree.map(lambda x: x.sharding, (s.params, s.opt_state))
-    s, events = conftest.averaged(c, 1, sync, s)
+    s, events = DiLoCo(c, sync.mesh, sync).average(1, s)
   right, changed = True, [0, 0]
   for i, three in enumerate(zip(old, (s.params, s.opt_state), places)):
     for x, y, place in zip(*map(jax.tree.leaves, three)):
@@ -190,8 +190,8 @@ def coded_moments(devices: int, **fields) -> list[float]:
   c = make_config(**fields, **own)
   programs = Programs(c, make_mesh(c, jax.devices()[:devices]))
   with jax.set_mesh(programs.mesh):
-    sync = make_streaming(c, programs.mesh)
-    _, (event,) = conftest.averaged(c, 1, sync, init_state(c, programs.mesh, sync))
+    method = DiLoCo(c, programs.mesh, make_streaming(c, programs.mesh))
+    _, (event,) = method.average(1, method.init())
   return [programs.compile(event.fragment).crossing, event.sent]
 
 

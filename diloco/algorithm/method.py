@@ -89,13 +89,23 @@ class DiLoCo:
     return overlap.inner_steps(self.c, self.sync, steps, state, tokens)
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    """Runs what is due after inner step t: lines 6 to 12 of Algorithm 2.
+    """Runs what is due after inner step t: averages, then lines 6 to 12 of Algorithm 2.
 
     Returns:
       The step after which training goes on, the new state, and what happened.
     """
+    state, averages = self.average(t, state)
     params, outer, events = self.sync.step(t, state.params, state.outer)
-    return t, TrainState(params, state.opt_state, outer), events
+    return t, TrainState(params, state.opt_state, outer), averages + events
+
+  def average(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
+    """Averages over the replicas what plug-ins average after inner step t."""
+    events = list[Event]()
+    for kind in self.c.averages_after(t):
+      with TraceAnnotation(kind):
+        state, sent = self.c.averages[kind].run(t, self.sync, state)
+      events.append(Event("average", kind, t, sent, {}))
+    return state, events
 
   def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
     """Receives what is in flight after the last step t.
@@ -182,19 +192,6 @@ class Wrapper:
 Method: TypeAlias = DiLoCo | Wrapper
 
 
-class BetweenSyncs(Wrapper):
-  """Another method; plug-ins average values over its replicas before the outer step."""
-
-  def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    c, sync, averages = self.method.c, self.method.sync, list[Event]()
-    for kind in c.averages_after(t):
-      with TraceAnnotation(kind):
-        state, sent = c.averages[kind].run(t, sync, state)
-      averages.append(Event("average", kind, t, sent, {}))
-    t, state, events = self.method.outer(t, state)
-    return t, state, averages + events
-
-
 def make_method(c: Config, mesh: Mesh) -> Method:
   """Makes the method of a config.
 
@@ -203,8 +200,7 @@ def make_method(c: Config, mesh: Mesh) -> Method:
   """
   abstract_inner(c, mesh)  # Finds mistakes in inner.optimizer; computes nothing.
   sync = make_streaming(c, mesh)
-  method = (DiLoCo if sync.fragments else DataParallel)(c, mesh, sync)
-  return BetweenSyncs(method) if c.averages else method
+  return (DiLoCo if sync.fragments else DataParallel)(c, mesh, sync)
 
 
 def init_state(

@@ -13,8 +13,8 @@ import pytest
 import reference as ref
 
 from diloco import train
-from diloco.algorithm.method import BetweenSyncs, abstract_state, make_method
-from diloco.algorithm.optimizers import OuterTuned, make_inner
+from diloco.algorithm.method import DiLoCo, abstract_state
+from diloco.algorithm.optimizers import make_inner
 from diloco.algorithm.outer import outer_step
 from diloco.algorithm.state import TrainState
 from diloco.algorithm.streaming import make_streaming
@@ -72,7 +72,7 @@ def by_package(c):
       updates, opt_state = inner_step(gradients(t), state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
       state = TrainState(params, opt_state, state.outer)
-      state, events = conftest.averaged(c, t, sync, state)
+      state, events = DiLoCo(c, sync.mesh, sync).average(t, state)
       for event in events:
         assert (event.kind, event.step, event.metrics) == ("average", t, {})
         sent.setdefault(event.fragment, []).append(event.sent)
@@ -241,19 +241,10 @@ def test_a_warm_start_averages_nothing_because_its_replicas_are_equal():
   fields = {"sparta.share": 0.1, "des_loc.first_every": 2, "des_loc.second_every": 4}
   c = make_config(**fields, **{"warm_start.steps": 4})
   sync = make_streaming(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
-  state = TrainState(ONE, ONE, None)
-  assert all(conftest.averaged(c, t, sync, state) == (state, []) for t in (1, 4))
+  method, state = DiLoCo(c, sync.mesh, sync), TrainState(ONE, ONE, None)
+  assert all(method.average(t, state) == (state, []) for t in (1, 4))
   assert c.averages_after(5) == ["sparta"]
   assert c.averages_after(8) == ["first_moments", "second_moments", "sparta"]
-
-
-def test_a_method_with_averages_passes_on_what_was_drained_and_tuned():
-  c = make_config(**{"sparta.share": 0.1})
-  method = make_method(c, make_mesh(c, jax.devices()[:1]))
-  method = method.after_drain(7).tune(5, OuterTuned(0.1, None))
-  assert isinstance(method, BetweenSyncs)
-  sync = method.sync
-  assert (sync.schedule.drained, sync.seed, sync.tuned.learning_rate) == (7, 5, 0.1)
 
 
 def test_sparta_of_all_values_is_their_mean_in_any_dtype():
