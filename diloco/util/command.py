@@ -141,7 +141,8 @@ def meant(word: str, known: Iterable[str]) -> str:
 
   Names below the word go first, as train.steps for train, then those of its group and
   those of any group whose last part is the word's or what the word usually means, then
-  the name that is spelled almost like the word, then those whose last part is.
+  those that contain the word, as num_heads does heads, then the name that is spelled
+  almost like the word, then those whose last part is.
   """
   plain = {name: name.lstrip("-").removeprefix("config.") for name in known}
   word = word.lstrip("-").removeprefix("config.")
@@ -155,10 +156,11 @@ def meant(word: str, known: Iterable[str]) -> str:
     [name for name, x in plain.items() if x.startswith(f"{word}.")],
     [name for end in usual for name in ending(f"{group}.{end}") if group],
     [name for end in usual for name in ending(end)],
+    [name for name, x in plain.items() if last in re.split(r"[._]", x)],
     [name for x in closest(word, plain.values()) for name in ending(x)],
   )
   ends = {name: x.rpartition(".")[2] for name, x in plain.items()}
-  close = difflib.get_close_matches(last, ends.values(), 1)
+  close = difflib.get_close_matches(last, ends.values(), 1, cutoff=0.65)
   names = next(filter(None, attempts), [])
   names = names or [name for name, end in ends.items() if [end] == close]
   return f" (did you mean {' or '.join(dict.fromkeys(names[:3]))}?)" if names else ""

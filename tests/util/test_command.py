@@ -26,12 +26,17 @@ from diloco.util.command import meant
     ("bf16", "bfloat16 or model.dtype"),
     ("AdamW", "adamw"),
     ("DDP", "data_parallel"),
+    # A word of the name counts more than letters: data.shards is spelled like heads.
+    ("heads", "model.num_heads"),
+    ("data.heads", "model.num_heads"),
+    ("dropout", ""),  # Not log.prompt.
   ],
 )
 def test_a_name_like_the_word_is_meant(word, meant_by_it):
   known = ["train.steps", "profile.steps", "--chips", "seed", "--config.sync_every"]
   known += ["inner.learning_rate", "outer.learning_rate", "outer.optimizer", "sgd"]
   known += ["adamw", "bfloat16", "model.dtype", "data_parallel"]
+  known += ["data.shards", "model.num_heads", "log.prompt"]
   asked = f" (did you mean {meant_by_it}?)"
   assert meant(word, known) == (asked if meant_by_it else "")
 
