@@ -180,7 +180,8 @@ def _take_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
   type of a flag from the value in the config.
 
   Raises:
-    ConfigError: the file does not return a config, or a field does not exist.
+    ConfigError: the file does not return a config, or a field does not exist, or there
+      are two configs.
   """
   files, fields = list[str](), list[tuple[str, str]]()
   for word, after in zip(argv, [*argv[1:], ""]):
@@ -193,7 +194,9 @@ def _take_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
     if fields:
       raise ConfigError(f"--config.{fields[0][0]} needs a --config before it.")
     return
-  config = _check_file(files[-1])
+  if len(files) > 1:
+    raise ConfigError(f"--config is given as {' and as '.join(files)}; give one.")
+  config = _check_file(files[0])
   named = [x for field, x in fields if field == "plugins"]
   asked = dict(fields) | {"plugins": re.findall(r"[\w.]+", " ".join(named))}
   defaults = default_config(*plugins_of(leaves(config)), *plugins_of(asked))
@@ -211,7 +214,7 @@ def _take_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
   for field, value in leaves(config).items():
     if value is None:
       raise ConfigError(
-        f"{field} is None in {files[-1]}; give it a value there, or by the flag"
+        f"{field} is None in {files[0]}; give it a value there, or by the flag"
         f" --config.{field}."
       )
   values["config"].parser = _Made(config=config.lock())

@@ -66,6 +66,7 @@ def sentence(*args: str, workdir: tuple[str, ...] = ("--workdir=/tmp",)) -> str:
     ("outer.learning_rte=5", r"mean --config.outer.learning_rate\?"),
     ("xyzzy", "there is no flag --xyzzy; see --help"),
     ("config.=1", "--config. is no field"),
+    ("config=wan", "--config is given as .* and as wan; give one."),
   ],
 )
 def test_a_wrong_flag_is_named_with_the_remedy(arg, said):
