@@ -19,7 +19,8 @@ AXES = ["learning_rate", "batch", "outer_learning_rate"]
 # Other columns of an export that runs of one setting share.
 _SHAPE = ("num_layers", "dim", "vocab_size", "seq_len")
 _TEXT = ("tokenizer", "text", "held_out")  # Digests; "" for runs of earlier versions.
-_MORE = ("outer_optimizer", *_SHAPE, "tokens", "sync_every", "config", *_TEXT)
+_OUTER = "outer_optimizer"
+_MORE = (_OUTER, *_SHAPE, "tokens", "sync_every", "config", *_TEXT)
 # The most by which D / N of runs of one budget may differ: D is rounded to batches.
 BUDGET = 1.1
 
@@ -143,7 +144,7 @@ def fit_best_batch(
 
 
 def _refuse_mixed(runs: pd.DataFrame) -> None:
-  """Refuses runs of other vocabularies, texts, lengths, H or budgets.
+  """Refuses runs of other vocabularies, texts, lengths, H, outer optimizers or budgets.
 
   Their losses follow no common law, and the best run of a cell would be the one with
   the fewest words, the least H or the most tokens.
@@ -153,10 +154,11 @@ def _refuse_mixed(runs: pd.DataFrame) -> None:
   """
   columns = [(column, runs) for column in ("vocab_size", "seq_len", *_TEXT)]
   synced = runs[runs["algorithm"] != "data_parallel"].groupby("algorithm")
-  columns += [("sync_every", some) for _, some in synced]
+  columns += [(x, some) for _, some in synced for x in ("sync_every", _OUTER)]
   for column, some in columns:
     values = some.get(column, pd.Series(dtype=str)).replace("", None).dropna()
-    values = values if column in _TEXT else pd.to_numeric(values, errors="coerce")
+    is_text = column in (*_TEXT, _OUTER)
+    values = values if is_text else pd.to_numeric(values, errors="coerce")
     first = values.drop_duplicates()
     if len(first) > 1:
       a, b = (str(value).removesuffix(".0") for value in first[:2])

@@ -339,7 +339,7 @@ def parse_options(
   known: Mapping[str, Kind] | None = None,
   place: str = "the config's argument",
 ) -> dict[str, Any]:
-  """Parses `name=value,name=value` into {name: value}.
+  """Parses `name=value,name=value` into {name: value}; brackets may hold commas.
 
   Args:
     text: the options; may be empty.
@@ -352,7 +352,7 @@ def parse_options(
   """
   allowed = " ".join(_option(*option) for option in (known or {}).items())
   options: dict[str, Any] = {}
-  for item in filter(None, map(str.strip, text.split(","))):
+  for item in filter(None, map(str.strip, re.split(r",(?![^(]*\))", text))):
     name, equals, value = (part.strip() for part in item.partition("="))
     if name in options:
       raise ConfigError(f"{place} has {name} twice; give it once.")

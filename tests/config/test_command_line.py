@@ -228,6 +228,9 @@ def test_options_have_names_and_types():
   assert found == {"M": 2, "rate": 1e-3, "note": "a=b", "data": "c4"}
   assert command.parse_options("") == {}
   assert command.parse_options("x=1,y=a") == {"x": "1", "y": "a"}
+  brackets = {"outer_optimizer": "sgd(momentum=0.5, nesterov=True)", "seed": "0"}
+  text = ",".join(f"{name}={value}" for name, value in brackets.items())
+  assert command.parse_options(text) == brackets
   allowed = "M=<integer> rate=<number> note=<text> data=c4|dolma, separated by commas."
   for text in ("M", "=3", "H=3", "M=2.5", "rate=x", "rate=inf", "data=mc4"):
     with pytest.raises(ConfigError) as caught:
