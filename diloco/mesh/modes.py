@@ -23,6 +23,7 @@ def plain_modes() -> Iterator[None]:
     jax.numpy_dtype_promotion("standard"),
     jax.numpy_rank_promotion("allow"),
     jax.default_prng_impl("threefry2x32"),
+    jax.threefry_partitionable(True),  # False draws other numbers from the same seed.
     jax.transfer_guard("allow"),
     jax.disable_jit(False),
   ):

@@ -20,6 +20,7 @@ MODES = {
   "jax_numpy_dtype_promotion": "strict",
   "jax_numpy_rank_promotion": "raise",
   "jax_default_prng_impl": "rbg",
+  "jax_threefry_partitionable": False,
   "jax_transfer_guard": "disallow",
   "jax_debug_nans": True,
   "jax_debug_infs": True,
