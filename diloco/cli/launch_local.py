@@ -30,15 +30,18 @@ from typing import IO
 from diloco.util.command import Parser, as_path, free_port, guarded, in_range
 
 GRACE = 20.0  # Seconds from the failure of a process until the others are killed.
+MOST = 1024  # Processes, or devices of one: a slip of the finger would fill the memory.
 # What every process prints about its connections.
 _GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*")
 
 
 def main() -> int:
   parser = Parser(description=__doc__)
-  parser.add_argument("-n", type=in_range(1), required=True, help="number of processes")
   parser.add_argument(
-    "--devices", type=in_range(0), default=0, help="CPU devices per process"
+    "-n", type=in_range(1, MOST), required=True, help="number of processes"
+  )
+  parser.add_argument(
+    "--devices", type=in_range(0, MOST), default=0, help="CPU devices per process"
   )
   parser.add_argument("--sites", action="store_true", help="each process is a site")
   parser.add_argument("args", nargs="+", help="-- and arguments of diloco.main")

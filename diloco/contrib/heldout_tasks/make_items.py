@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = command.Parser(prog="python -m diloco make_items", description=__doc__)
   add, at_least = parser.add_argument, command.in_range
   add("--source", required=True, help="as data.source; its documents for evaluation")
-  add("--split", default="eval", help="all: every document of --source is held out")
+  text = "all: every document of --source is held out"
+  add("--split", choices=("train", "eval", "all"), default="eval", help=text)
   add("--data_dir", default="", help="as data.data_dir")
   add("--output", type=command.as_path, required=True, help="folder to write")
   add("--items", type=at_least(CHOICES), default=4000, help="items of each task")

@@ -78,8 +78,9 @@ def test_a_text_of_few_words_is_refused(tmp_path, capsys):
   args = [f"--source=files:{tmp_path}", "--split=all", f"--output={tmp_path}/out"]
   assert make_items.main([*args, "--items=20"]) == 2
   assert "only 3 different words follow so many" in capsys.readouterr().err
-  with pytest.raises(SystemExit, match="2"):
-    make_items.main([*args, "--items=3"])
+  for wrong in ("--items=3", "--split=validation"):
+    with pytest.raises(SystemExit, match="2"):
+      make_items.main([*args, wrong])
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path, capsys):
