@@ -229,7 +229,8 @@ def draw(
     for panel, place in zip(panels, places):
       # On a logarithmic axis there is no place for 0.
       x = np.array([place.get(t) or math.nan for t in steps], dtype=float)
-      last = np.append(x[1:] != x[:-1], True)  # The last step with each x.
+      # The last step with each x; a run may have no step yet.
+      last = np.append(x[1:] != x[:-1], True)[: len(x)]
       line(panel, x[last], smoothed(loss)[last], **look)
       for t in filter(place.get, run.held_out):
         color = look["color"]

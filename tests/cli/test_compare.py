@@ -202,6 +202,15 @@ def test_a_held_out_loss_that_is_not_finite_is_shown(tmp_path):
   assert "held-out     not finite at 12" in status.lines(folder, 0.0)
 
 
+def test_a_run_without_a_step_is_named_beside_the_others(two, tmp_path, capsys):
+  new = make_run(tmp_path / "new", config())
+  (new / "metrics.jsonl").write_text("")
+  out = tmp_path / "x.svg"
+  assert compare.main([str(two[0]), str(new), f"--out={out}"]) == 0
+  assert "new has no step yet." in capsys.readouterr().out
+  assert out.is_file()
+
+
 def test_runs_that_differ_in_seeds_are_drawn_as_their_mean(tmp_path):
   runs = [
     read_run.read(make_run(tmp_path / f"s{seed}", config(seed=seed), loss=loss), "a")
