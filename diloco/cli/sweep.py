@@ -4,6 +4,7 @@ python -m diloco sweep --sweep=configs/ladder.py --results=/tmp/ladder --paralle
 python -m diloco sweep --sweep=configs/ladder.py --show
 python -m diloco sweep --sweep=ladder:size=35M --dry_run
 python -m diloco sweep --results=/tmp/ladder --export=ladder.csv
+python -m diloco sweep --results=/tmp/ladder --fit
 python -m diloco sweep --results=/tmp/ladder2 --import=ladder.csv
 python -m diloco sweep --sweep=... --results=/shared/sweep --backend=slurm \
   --parallel=64 --slurm_options='--nodes=2 --ntasks-per-node=8 --gpus-per-node=8'
@@ -20,6 +21,7 @@ import pathlib
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 
 import pandas as pd
@@ -28,6 +30,7 @@ from diloco.config import resolve
 from diloco.config.comparable import basis, incomparable
 from diloco.errors import ConfigError
 from diloco.reproduce import comparison
+from diloco.scaling_laws import __main__ as scaling_laws
 from diloco.simulate.compute_time import MFU, PEAK_TFLOPS
 from diloco.spec.shapes import flops_per_token
 from diloco.sweep import csv_file, progress, table
@@ -98,6 +101,12 @@ def run(args: argparse.Namespace, fields: Sequence[str]) -> int:
   if args.export:
     sweep = load_sweep(args.sweep, fields) if args.sweep else None
     export_runs(args.results, args.export, sweep)
+  elif args.fit:
+    sweep = load_sweep(args.sweep, fields) if args.sweep else None
+    with tempfile.TemporaryDirectory() as folder:
+      path = pathlib.Path(folder) / "runs.csv"
+      export_runs(args.results, path, sweep)
+      return scaling_laws.main(["fit", str(path)])
   elif args.imported:
     import_runs(args.results, args.imported)
   elif args.show:
@@ -261,6 +270,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   text = "where --launch trains, if in a bucket: s3://BUCKET/SWEEP"
   add("--workdir", default="", help=text)
   only = parser.add_mutually_exclusive_group()
+  text = "fit scaling laws to all runs, or to those of --sweep, and end"
+  only.add_argument("--fit", action="store_true", help=text)
   text = "write a CSV file of all runs, or of those of --sweep, and end"
   only.add_argument("--export", type=path, help=text)
   text = "import an exported CSV file and end"

@@ -29,6 +29,7 @@ from diloco.util.command import (
   Parser,
   as_path,
   guarded,
+  in_range,
   make_folder,
   parse_count,
   parse_options,
@@ -65,11 +66,14 @@ def make_parser() -> Parser:
   add = p.add_argument
   add("--params", required=True, help="parameters N, such as 4e9, 4B or 700M")
   add("--replicas", type=int, default=2, help="replicas M")
-  add("--method", choices=predict.METHODS, default="joint")
+  text = "default: joint, or independent if the results have one M"
+  add("--method", choices=predict.METHODS, help=text)
   add("--algorithm", choices=("data_parallel", "diloco", "streaming"), default="diloco")
   add("--overtrain", type=float, default=1.0, help="multiplies the token budget")
   add("--seq_len", type=int, default=paper.SEQ_LEN, help="tokens per sequence")
   add("--fsdp", type=int, default=1, help="devices in one replica")
+  text = "tokens per step; default: by the law of the batch"
+  add("--batch_tokens", type=in_range(1.0), default=0.0, help=text)
   add("--results", type=as_path, help="CSV of your runs instead of the paper's laws")
   add("--where", default="", help="filters --results, such as sync_every=30,seed=0")
   add("--any", action="store_true", help="accept gaps and edge optima in --results")
@@ -153,9 +157,20 @@ def recommend(args: argparse.Namespace) -> dict[str, Any]:
   if args.results:
     table = runs.read(args.results, parse_options(args.where, place="--where"))
     laws, _ = results.fit_runs(table, strict=not args.any)
-  n, m, method = parse_count(args.params, "--params"), args.replicas, args.method
-  settings = (args.algorithm, args.overtrain, args.seq_len, args.fsdp)
-  recommended = recommend_lib.recommend(n, m, method, *settings, laws=laws)
+  n, m = parse_count(args.params, "--params"), args.replicas
+  joint = laws is None or any(name.endswith("joint") for name in laws)
+  method = args.method or ("joint" if joint else "independent")
+  recommended = recommend_lib.recommend(
+    n,
+    m,
+    method,
+    args.algorithm,
+    overtrain=args.overtrain,
+    seq_len=args.seq_len,
+    fsdp=args.fsdp,
+    batch_tokens=args.batch_tokens,
+    laws=laws,
+  )
   answer = dataclasses.asdict(recommended)
   for key, algorithm in (("loss", args.algorithm), ("dp_loss", "data_parallel")):
     run = (n, m, method, algorithm)

@@ -86,7 +86,13 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
       f" {second}); {_remedy(alike)}."
     )
   runs = runs.assign(choice=runs.get("choice", runs["loss"]))
-  return pd.DataFrame([_best(some) for _, some in runs.groupby(CELL)])
+  swept = runs.groupby("algorithm")[AXES].nunique() > 1
+  return pd.DataFrame(
+    [
+      _best(some, [axis for axis in AXES if swept.loc[algorithm, axis]])
+      for (algorithm, *_), some in runs.groupby(CELL)
+    ]
+  )
 
 
 def missing_cells(cells: pd.DataFrame) -> dict[tuple[str, int], list[str]]:
@@ -95,7 +101,7 @@ def missing_cells(cells: pd.DataFrame) -> dict[tuple[str, int], list[str]]:
   return {
     (algorithm, m): [
       f"{algorithm} has no run at N = {n:g}, M = {m}, but other cells have this N; run"
-      " it, or fit without it (--any, strict=False)."
+      " it, or fit without it by --any."
       for n in sorted(sizes - set(some["params"]))
     ]
     for (algorithm, m), some in cells.groupby(["algorithm", "replicas"])
@@ -191,11 +197,14 @@ def _alike(runs: pd.DataFrame) -> pd.DataFrame:
   return twice[(keys == keys.head(1).squeeze()).all(axis=1)]
 
 
-def _best(runs: pd.DataFrame) -> dict:
-  """Makes the row of one cell."""
+def _best(runs: pd.DataFrame, axes: Sequence[str]) -> dict:
+  """Makes the row of one cell.
+
+  Args:
+    axes: those of which some cell of the algorithm has two values. Another is fixed, or
+      the table lacks its column, as the outer learning rate of data-parallel.
+  """
   best = runs.loc[runs["choice"].idxmin()]
-  # Data-parallel has no outer learning rate, and a table may lack the column.
-  axes = AXES if runs["outer_learning_rate"].any() else AXES[:2]
   problems = [p for axis in axes if (p := _axis_problem(best, runs, axis, axes))]
   # The loss at each batch, with the best rates (Section 6.1).
   losses = runs.groupby("batch", sort=False)["choice"].min()

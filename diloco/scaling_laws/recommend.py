@@ -38,7 +38,7 @@ class Recommendation:
     algorithm: data_parallel, diloco or streaming.
     method: joint or independent.
     learning_rate: peak of the inner learning rate.
-    batch_tokens: tokens per step over all replicas, from the law.
+    batch_tokens: tokens per step over all replicas, from the law or as given.
     batch_sequences: the nearest number of sequences per step that fits the mesh.
     seq_len: tokens per sequence.
     outer_learning_rate: 0 for data_parallel, which has none.
@@ -74,6 +74,7 @@ def recommend(
   seq_len: int = paper.SEQ_LEN,
   fsdp: int = 1,
   tokens: float = 0.0,
+  batch_tokens: float = 0.0,
   laws: dict[str, results.Laws] | None = None,
 ) -> Recommendation:
   """Recommends the hyperparameters of one run.
@@ -88,6 +89,7 @@ def recommend(
     seq_len: tokens per sequence.
     fsdp: devices inside a replica; they must divide the sequences of the replica.
     tokens: budget; 0 takes 20 N, or N times the tokens per parameter of your own runs.
+    batch_tokens: tokens per step; 0 takes the law of the batch.
     laws: laws of your own runs; None takes the paper's.
 
   Raises:
@@ -101,8 +103,9 @@ def recommend(
   name, source, own = predict.law_name(algorithm, replicas, method), "diloco", None
   if laws is not None:
     source, own = predict.own_laws(laws, name, algorithm)
-  rate, batch = _laws_of(name, own)
-  batch_tokens = batch(params, replicas)
+  rate = _law_of("learning_rate", "inner_lr", name, own)
+  if not batch_tokens:
+    batch_tokens = _law_of("batch", "batch_size", name, own)(params, replicas)
   # The geometric mean of the least and the most D / N of your runs, or the paper's.
   known = own.tokens_per_param if own else None
   per_param = math.sqrt(math.prod(known)) if known else float(paper.CHINCHILLA)
@@ -198,14 +201,14 @@ def round_batch(sequences: float, unit: int) -> int:
   return unit * 2 ** max(round(math.log2(sequences / unit)), 0)
 
 
-def _laws_of(name: str, own: results.Laws | None) -> tuple[PowerLaw, PowerLaw]:
-  """Returns the laws of the inner learning rate and of the batch in tokens."""
+def _law_of(quantity: str, table: str, name: str, own: results.Laws | None) -> PowerLaw:
+  """Returns the law of the learning rate or of the batch in tokens."""
   if own is None:
-    return paper.law("inner_lr", name), paper.law("batch_size", name)
-  if own.learning_rate is None or own.batch is None:
-    which = "batch" if own.learning_rate else "learning_rate"
+    return paper.law(table, name)
+  if (law := getattr(own, quantity)) is None:
+    given = ", or give --batch_tokens" if quantity == "batch" else ""
     raise ValueError(
-      f"the results have no law of the {which} for {name}: it was swept at fewer than"
-      " two sizes; sweep it, or choose another method or number of replicas."
+      f"the results have no law of the {quantity} for {name}: sweep three values of"
+      f" {quantity} or more at two sizes or more, until the best is interior{given}."
     )
-  return own.learning_rate.law, own.batch.law
+  return law.law

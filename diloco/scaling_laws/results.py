@@ -16,7 +16,7 @@ class Laws:
   Attributes:
     loss: law of the evaluation loss.
     learning_rate: law of the inner learning rate; None if it was swept at too few sizes
-      (or replica counts).
+      (or replica counts), or if all runs have one value.
     batch: law of the batch in tokens; None for the same reason.
     sizes: all N, rising.
     replicas: all M, rising.
@@ -44,7 +44,8 @@ def fit_runs(
   Args:
     runs: as `runs.read` returns them, of any algorithms.
     strict: whether a problem is an error: a best point on the edge of its grid, a rate
-      or batch that was not swept, batches without interior minimum, a missing cell.
+      or batch that was swept in other cells only, batches without interior minimum, a
+      missing cell. A rate or batch that all runs of an algorithm share is none.
 
   Returns:
     Laws by name: `data_parallel`, `diloco_M2`, ... for each algorithm and M with two
@@ -75,7 +76,7 @@ def fit_runs(
   problems = list(dict.fromkeys(every))
   if strict and problems:
     more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    raise ValueError(f"{problems[0]} To fit despite this{more}: --any, strict=False.")
+    raise ValueError(f"{problems[0]} To fit despite this{more}: --any.")
   if not laws:
     raise ValueError(problems[-1])
   return laws, problems
@@ -93,8 +94,11 @@ def _laws(
     return fit_power_law(some["params"], some[quantity], m, f"the {quantity} of {name}")
 
   def fit_swept(axis: str) -> Fit | None:
+    some = cells[[axis in swept for swept in cells["swept"]]]
+    if some.empty and cells[axis].nunique() == 1:
+      return None  # A fixed value is a choice.
     try:
-      return fit(axis, cells[[axis in swept for swept in cells["swept"]]])
+      return fit(axis, some)
     except ValueError as error:
       problems.append(f"{name} has no law of the {axis}: {error}")
       return None

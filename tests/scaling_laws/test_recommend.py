@@ -256,8 +256,14 @@ def test_the_answer_comes_before_its_notes(tmp_path, capsys, own_rows):
 def test_a_recommendation_needs_a_law_of_the_batch(tmp_path, capsys, own_rows):
   rows = [r for r in own_rows if r["batch_tokens"] == 4096]
   path = write(tmp_path / "runs.csv", rows)
-  assert main(["recommend", "--params=4e6", f"--results={path}", "--any"]) == 2
-  assert "no law of the batch for joint: it was swept at" in capsys.readouterr().err
+  assert main(["recommend", "--params=4e6", f"--results={path}"]) == 2
+  said = "no law of the batch for joint: sweep three values of batch or more at two"
+  assert said in capsys.readouterr().err
+  answer = ask(capsys, "--params=4e6", f"--results={path}", "--batch_tokens=4096")
+  assert answer["batch_tokens"] == 4096
+  write(path, [r for r in rows if r["replicas"] == 2])
+  answer = ask(capsys, "--params=4e6", f"--results={path}", "--batch_tokens=4096")
+  assert answer["method"] == "independent"
 
 
 def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
