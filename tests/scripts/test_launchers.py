@@ -243,6 +243,20 @@ def test_setup_packs_a_clone_and_says_what_is_none(cloud, tmp_path):
   assert found.stderr.startswith(sentence)
 
 
+@pytest.mark.parametrize("status", [0, 2])
+def test_train_ends_with_the_run_and_its_status(cloud, status):
+  hosts, launch = cloud
+  launch("create")
+  for host in hosts.iterdir():
+    (host / "env" / "bin").mkdir(parents=True)
+    (host / "env" / "bin" / "python").write_text(
+      "#!/bin/bash\nsleep 1; echo ended; exit ${@: -1}"
+    )
+    (host / "env" / "bin" / "python").chmod(0o755)
+  done = launch("train", str(status))
+  assert (done.returncode, done.stdout.count("ended")) == (status, 4)
+
+
 def test_stop_ends_no_other_process(cloud):
   _, launch = cloud
   launch("create")
