@@ -225,7 +225,7 @@ def test_lines_that_a_kill_cut_short_are_skipped(tmp_path):
 )
 def test_a_run_survives_a_storm_and_its_audit(tmp_path, flags):
   argv = [f"--out={tmp_path}/run", "--faults=6", "--every=3", "--seed=2", *flags]
-  argv += ["--config.train.steps=400", "--limit=300", "--step=0.1,0.2"]
+  argv += ["--config.train.steps=400", "--limit=1500", "--step=0.1,0.2"]
   argv += [f"--of_site={k}:--config.sites.pace=0.5" for k in (1, 2, 3)]
   subprocess.run([sys.executable, SCRIPTS / "fault_bench.py", *argv], check=True)
   found = json.loads((tmp_path / "run/faults.json").read_text())
