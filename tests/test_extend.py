@@ -7,6 +7,7 @@ import sys
 import types
 
 import later_papers  # noqa: F401  Registers a method of each kind.
+import plugins  # noqa: F401  Registers `signs`, `feedback` and `bigram`.
 import pytest
 from conftest import first_of
 
