@@ -42,7 +42,7 @@ from diloco.sweep.runner import Backend, Driver, drive
 from diloco.sweep.slurm import Slurm
 from diloco.together import groups
 from diloco.util import command, files
-from diloco.util.command import in_range
+from diloco.util.command import as_place, in_range
 from diloco.util.storage import open_storage
 
 
@@ -52,7 +52,8 @@ def make_backend(
   """Makes the backend that the flags name."""
   environment = shared_programs(results) | dict(sweep.environment)
   if args.backend == "local":
-    return Local(args.cores, environment, args.launch, args.workdir.rstrip("/"))
+    workdir = str(args.workdir or "").rstrip("/")
+    return Local(args.cores, environment, args.launch, workdir)
   return Slurm(results, environment, shlex.split(args.slurm_options))
 
 
@@ -81,13 +82,13 @@ def check_backend(args: argparse.Namespace) -> None:
   program = next(iter(shlex.split(launch)), "sbatch" if slurm else sys.executable)
   if not args.dry_run and not shutil.which(program):
     raise ConfigError(f"there is no command {program} here, which the runs need.")
-  if args.workdir:
-    if not files.is_address(args.workdir):
+  if workdir := str(args.workdir or ""):
+    if not files.is_address(workdir):
       raise ConfigError(
-        f"--workdir is {args.workdir!r}, no address such as s3://BUCKET/SWEEP; without"
+        f"--workdir is {workdir!r}, no address such as s3://BUCKET/SWEEP; without"
         " --workdir, runs lie in --results."
       )
-    open_storage(args.workdir, "--workdir", writes=False)
+    open_storage(workdir, "--workdir", writes=False)
 
 
 def run(args: argparse.Namespace, fields: Sequence[str]) -> int:
@@ -268,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   add("--launch", default="", help=text)
   text = "where --launch trains, if in a bucket: s3://BUCKET/SWEEP"
-  add("--workdir", default="", help=text)
+  add("--workdir", type=as_place, help=text)
   only = parser.add_mutually_exclusive_group()
   text = "fit scaling laws to all runs, or to those of --sweep, and end"
   only.add_argument("--fit", action="store_true", help=text)

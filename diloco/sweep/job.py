@@ -24,7 +24,7 @@ from diloco.config.resolve import leaves, saved_fields
 from diloco.log.workdir import FAILED
 from diloco.sweep import saved, table
 from diloco.util import files
-from diloco.util.command import Parser, guarded
+from diloco.util.command import Parser, as_place, guarded
 from diloco.util.storage import open_storage
 
 LOCKED = 75  # Exit status EX_TEMPFAIL: temporary failure.
@@ -230,7 +230,7 @@ def run_by_hand(args: argparse.Namespace) -> int:
         " sweep, --results/runs/NAME."
       )
     saved_fields(files.read_json(directory / "config.json") or {})
-  code = run(*map(str, args.run), launch=args.launch, workdir=args.workdir)
+  code = run(*map(str, args.run), launch=args.launch, workdir=str(args.workdir or ""))
   if code == LOCKED:
     raise ValueError(f"RUN is {names!r}, which another process trains already.")
   ends = [files.read_json(directory / "ended.json") or {} for directory in args.run]
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   help_ = "a command that trains RUN, with {flags} for the flags of diloco.main"
   parser.add_argument("--launch", default="", help=help_)
   help_ = "where --launch trains RUN, if in a bucket: s3://BUCKET/RUN"
-  parser.add_argument("--workdir", default="", help=help_)
+  parser.add_argument("--workdir", type=as_place, help=help_)
   return guarded(run_by_hand, parser.parse_args(argv))
 
 
