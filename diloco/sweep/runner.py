@@ -228,10 +228,12 @@ class Driver:
       for name, plan in self.todo(self.cells()).items()
       if name not in self.rows or self.rows[name]["status"] != "running"
     ]
-    return [self._prepare(plan, plan.name, starts=False) for plan in plans]
+    revision = table.git_revision()
+    return [self._prepare(x, x.name, revision, starts=False) for x in plans]
 
   def _start(self, plans: Sequence[Plan]) -> None:
-    directories = [self._prepare(plan, plans[0].name) for plan in plans]
+    revision = table.git_revision()  # The runs import the code as it is now.
+    directories = [self._prepare(plan, plans[0].name, revision) for plan in plans]
     try:
       self.backend.start(*directories)
     except (ValueError, OSError):
@@ -239,7 +241,9 @@ class Driver:
         table.note(directory, running=False)
       raise
 
-  def _prepare(self, plan: Plan, group: str, starts: bool = True) -> pathlib.Path:
+  def _prepare(
+    self, plan: Plan, group: str, revision: str, starts: bool = True
+  ) -> pathlib.Path:
     """Writes config and notes of a run, which starts now or later; returns its path."""
     directory = self._path(plan.name)
     row = table.read_row(directory)
@@ -248,7 +252,7 @@ class Driver:
       directory,
       point=row["point"] or plan.point,
       group=group,
-      revision=table.git_revision(),  # The run imports the code as it is now.
+      revision=revision,
       attempts=row["attempts"] + starts,
       vanished=row["vanished"],
       running=starts,
