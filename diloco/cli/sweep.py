@@ -29,6 +29,7 @@ import pandas as pd
 from diloco.config import resolve
 from diloco.config.comparable import basis, incomparable
 from diloco.errors import ConfigError
+from diloco.mesh import hardware
 from diloco.reproduce import comparison
 from diloco.scaling_laws import __main__ as scaling_laws
 from diloco.simulate.compute_time import MFU, PEAK_TFLOPS
@@ -213,13 +214,13 @@ def count(driver: Driver, args: argparse.Namespace) -> None:
       before = total.get(name, (0, 0.0))
       total[name] = before[0] + 1, before[1] + flops
   slurm = args.backend == "slurm"
-  unit, chip, peak = "chip-hours", "a TPU v5e", PEAK_TFLOPS
+  unit, chip, peak = "chip-hours", "a TPU v5e", PEAK_TFLOPS * 1e12
   if slurm:
-    unit, chip, peak = "GPU-hours", "an H100", 989
+    unit, chip, peak = "GPU-hours", "an H100", hardware.CHIPS["NVIDIA H100"][0]
   print(f"{'size':<8} {'jobs' if slurm else 'runs':>5} {'FLOPs':>9} {unit:>11}")
   total["total"] = total.pop("total", (0, 0.0))  # The last line.
   for name, (runs, flops) in total.items():
-    hours = flops / (MFU * peak * 1e12 * 3600)
+    hours = flops / (MFU * peak * 3600)
     print(f"{name:<8} {runs:>5} {flops:>9.2g} {hours:>11,.3g}")
   print(
     f"At least: each search begins at its best point. Hours of {chip} at {MFU:.0%}"
@@ -237,8 +238,10 @@ def write_jobs(driver: Driver, args: argparse.Namespace) -> None:
   results = command.make_folder(args.results, "--results")
   with table.alone(results):
     runs = driver.prepare()
-  slurm = Slurm(results, {}, shlex.split(args.slurm_options))
-  lines = [shlex.join(slurm.command(run)) for run in runs]
+  slurm = make_backend(args, driver.sweep, results)
+  assert isinstance(slurm, Slurm)
+  lines = [f"export {k}={shlex.quote(v)}" for k, v in slurm.environment.items()]
+  lines += [shlex.join(slurm.command(run)) for run in runs]
   with files.replacing(results / "submit.sh") as file:
     file.write("\n".join(["#!/bin/bash", *lines, ""]).encode())
   print(f"script       {results / 'submit.sh'} submits the first {len(runs)} of them")

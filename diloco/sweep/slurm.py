@@ -42,7 +42,7 @@ class Slurm:
     environment: Mapping[str, str],
     options: Sequence[str] = (),
   ):
-    self._environment, self._options = environment, options
+    self.environment, self._options = environment, options
     # A run of another results directory may have the same name in the queue.
     self._place = digest({"results": str(results.resolve())})
     self._states: dict[str, str] | None = None  # By job name; None: no answer yet.
@@ -62,7 +62,7 @@ class Slurm:
       )
     for pause in (*PAUSES, None):
       try:
-        _ask(self.command(*runs), {**os.environ, **self._environment})
+        _ask(self.command(*runs), {**os.environ, **self.environment})
         break
       except OSError as error:
         why = f"sbatch submits nothing ({error})"

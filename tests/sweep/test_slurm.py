@@ -105,6 +105,8 @@ def test_a_dry_run_writes_the_script_that_submits(tmp_path, fake_slurm, capsys):
   assert said.splitlines()[0].split() == ["size", "jobs", "FLOPs", "GPU-hours"]
   assert "submit.sh submits the first 5 of them" in said
   assert submitted(fake_slurm) == 0
+  cache = f"export JAX_COMPILATION_CACHE_DIR={tmp_path / 'r' / 'compiled'}\n"
+  assert cache in (tmp_path / "r" / "submit.sh").read_text()  # As of a sweep's jobs.
   subprocess.run(["bash", tmp_path / "r" / "submit.sh"], check=True)
   rows = read_rows(tmp_path / "r")
   jobs = (fake_slurm / "queue").read_text()
