@@ -407,7 +407,7 @@ def open_runs(
     if peers.count > 1:
       check_same(peers, read, "give all the same text, tokenizer and tasks")
     whole = make_method(c, mesh)
-    method: Method = part.method(whole, batches[c.seed], stop) if part else whole
+    method = part.method(whole, batches[c.seed], stop) if part else whole
     for run in runs:
       check_own(run.workdir)
       if not remote.address_of(run.workdir):  # Each process has its copy of a bucket.

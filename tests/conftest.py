@@ -176,12 +176,10 @@ def lines(tmp_path):
   return f"files:{folder}/*.jsonl"
 
 
-def spans(sync, start: int, last: int, periods):
+def spans(method, start: int, last: int, periods):
   """Cuts the steps after `start` into ranges, as the loop of diloco.train does."""
-  from diloco.algorithm import overlap  # Imports JAX.
-
   t = start
   while t < last:
-    steps = overlap.span(sync, t, last, periods)
+    steps = method.span(t, last, periods)
     yield steps
     t = steps[-1]

@@ -18,9 +18,9 @@ import numpy_attention
 import plugins  # noqa: F401  Registers `feedback`.
 
 import diloco
-from diloco.algorithm import optimizers, overlap, slices
+from diloco.algorithm import optimizers, slices
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.method import DiLoCo, init_state
+from diloco.algorithm.method import Method, overlapped_exchange
 from diloco.algorithm.outer import merge, outer_step, send, update
 from diloco.algorithm.state import TrainState, first_replica, replica_mean
 from diloco.algorithm.streaming import make_streaming
@@ -64,7 +64,7 @@ def losses(devices: int, **fields) -> list[list[float]]:
   found, tuned = [], optimizers.tuned(c)
   with jax.set_mesh(mesh):
     sync = make_streaming(c, mesh)
-    s = init_state(c, mesh, sync)
+    s = Method(c, sync).init()
     params, opt_state, outer = s.params, s.opt_state, s.outer
     for t in range(1, STEPS + 1):
       tokens = tokens_of(c, mesh, t)
@@ -85,11 +85,11 @@ def bits(transport: str) -> dict:
   found, hidden, late, last = [], 0, 0, 13
   with jax.set_mesh(mesh):
     sync = make_streaming(c, mesh)
-    s = init_state(c, mesh, sync)
-    for steps in conftest.spans(sync, 0, last, (c.eval.every,)):
-      overlaps = overlap.overlap_steps(sync, steps[0] - 1) > 0
+    s = Method(c, sync).init()
+    for steps in conftest.spans(Method(c, sync), 0, last, (c.eval.every,)):
+      overlaps = Method(c, sync).overlap_steps(steps[0] - 1) > 0
       tokens = [tokens_of(c, mesh, t) for t in steps]
-      s, metrics = overlap.inner_steps(c, sync, steps, s, tokens)
+      s, metrics = Method(c, sync).inner(steps, s, tokens)
       hidden += overlaps
       for p in sync.schedule.sends(steps[0] - 1) if overlaps else []:
         payload = s.outer.in_flight[p].payload
@@ -115,7 +115,7 @@ def traffic(devices: int, **fields) -> dict:
   mesh = make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
     sync = make_streaming(c, mesh)
-    s = init_state(c, mesh, sync)
+    s = Method(c, sync).init()
     tokens, tuned = tokens_of(c, mesh, 0), optimizers.tuned(c)
     theta, layers = s.outer.theta[0], sync.layers[0]
     args = (s.params, theta, s.outer.codec_state[0], layers, jax.random.key(0))
@@ -133,7 +133,7 @@ def traffic(devices: int, **fields) -> dict:
     if sync.transport.overlaps:  # A psum is a part of update.
       programs["transmit"] = transmit.lower(payload, mesh=mesh)
       given = np.int32(3), s.params, s.opt_state, [tokens] * 3, tuned, [payload]
-      programs["hidden"] = overlap.overlapped_exchange.lower(*given, c=c, mesh=mesh)
+      programs["hidden"] = overlapped_exchange.lower(*given, c=c, mesh=mesh)
     texts = {name: p.compile().as_text() for name, p in programs.items()}
     real, *_ = send(*args, **wire)
   crossing = {
@@ -161,13 +161,13 @@ def averages(devices: int, **fields) -> dict:
   programs = Programs(c, mesh)
   with jax.set_mesh(mesh):
     sync = make_streaming(c, mesh)
-    s = init_state(c, mesh, sync)
+    s = Method(c, sync).init()
     draw = lambda x: np.random.default_rng(x.size).normal(size=x.shape)
     put = lambda x: jax.device_put(draw(x).astype(x.dtype), x.sharding)
     s = TrainState(*jax.tree.map(put, (s.params, s.opt_state)), s.outer)
     old = jax.tree.map(np.asarray, (s.params, s.opt_state))
     places = jax.tree.map(lambda x: x.sharding, (s.params, s.opt_state))
-    s, events = DiLoCo(c, sync.mesh, sync).average(1, s)
+    s, events = Method(c, sync).average(1, s)
   right, changed = True, [0, 0]
   for i, three in enumerate(zip(old, (s.params, s.opt_state), places)):
     for x, y, place in zip(*map(jax.tree.leaves, three)):
@@ -190,7 +190,7 @@ def coded_moments(devices: int, **fields) -> list[float]:
   c = make_config(**fields, **own)
   programs = Programs(c, make_mesh(c, jax.devices()[:devices]))
   with jax.set_mesh(programs.mesh):
-    method = DiLoCo(c, programs.mesh, make_streaming(c, programs.mesh))
+    method = Method(c, make_streaming(c, programs.mesh))
     _, (event,) = method.average(1, method.init())
   return [programs.compile(event.fragment).crossing, event.sent]
 
@@ -208,7 +208,7 @@ def whole_models() -> dict:
   found = {}
   with jax.set_mesh(mesh):
     sync = make_streaming(c, mesh)
-    s = init_state(c, mesh, sync)
+    s = Method(c, sync).init()
     old = {id(x): x for x in jax.live_arrays()}
     most = []
 
@@ -236,7 +236,7 @@ def gradients(devices: int, **fields) -> dict:
   c = make_config(algorithm="data_parallel", **fields)
   mesh = make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
-    s = init_state(c, mesh, make_streaming(c, mesh))
+    s = Method(c, make_streaming(c, mesh)).init()
     args = (s.params, s.opt_state, tokens_of(c, mesh, 0), optimizers.tuned(c))
     text = inner_step.lower(*args, c=c).compile().as_text()
   crossing = hlo.across_replicas(text, mesh)
@@ -390,7 +390,7 @@ def diagnosed(devices: int, fsdp: int) -> dict[str, list]:
   rng, found = np.random.default_rng(0), {}
   with jax.set_mesh(mesh):
     sync = make_streaming(c, mesh)
-    s = init_state(c, mesh, sync)
+    s = Method(c, sync).init()
     draw = lambda x: jax.device_put(np.float32(rng.normal(size=x.shape)), x.sharding)
     moved_M = jax.tree.map(lambda x: x + 0.1 * draw(x), s.params)
     for p, (theta, state) in enumerate(zip(s.outer.theta, s.outer.codec_state)):

@@ -16,7 +16,7 @@ import wreck
 from conftest import first_of
 
 from diloco import train
-from diloco.algorithm.method import DiLoCo
+from diloco.algorithm.method import Method
 from diloco.algorithm.placement import Jobs
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import damage
@@ -373,7 +373,7 @@ def test_what_train_opened_is_closed_when_it_raises(tiny, tmp_path, monkeypatch)
   def fail(*args):
     raise RuntimeError("out of memory")
 
-  monkeypatch.setattr(DiLoCo, "outer", fail)
+  monkeypatch.setattr(Method, "outer", fail)
   before = signal.signal(signal.SIGTERM, handler)
   tiny.overlap.transport = "host"
   try:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import diloco
-from diloco.algorithm.method import DiLoCo
+from diloco.algorithm.method import Method
 from diloco.config import resolve
 from diloco.session import Session
 from diloco.train import train
@@ -50,7 +50,7 @@ def test_a_batch_passes_the_files_of_the_page(tiny, tmp_path, monkeypatch):
     return traced
 
   monkeypatch.setattr(Session, "take", begins(Session.take))
-  monkeypatch.setattr(DiLoCo, "outer", ends(DiLoCo.outer))
+  monkeypatch.setattr(Method, "outer", ends(Method.outer))
   tiny.wire.format, tiny.train.steps = "e3m0", 14
   try:
     train(resolve(tiny), tmp_path)

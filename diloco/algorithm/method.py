@@ -1,26 +1,32 @@
 """What the training loop calls: a method takes the state of a run from step to step.
 
-`DiLoCo` is DiLoCo and Streaming DiLoCo, and says what every method has; `DataParallel`
-is the baseline. A `Wrapper` adds something to another method, such as a measurement
-around its outer step. Runs that train together (`diloco.together`) are a wrapper, too.
+A method runs the inner steps of all replicas, and `Streaming` synchronises them. A
+subclass trains many runs (`diloco.together`), or a part of a run.
+
+An exchange overlaps with inner steps only if one program runs both: a device runs
+separate programs one after the other. XLA for TPUs and GPUs overlaps them
+(docs/aot.md), XLA for CPUs does not. With `overlap.transport=host` the hosts exchange
+payloads.
 
 Steps are numbered from 1; t counts finished inner steps.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from diloco.algorithm import overlap
-from diloco.algorithm.inner import InnerMetrics
-from diloco.algorithm.optimizers import OuterTuned, judged
+from diloco.algorithm.inner import InnerMetrics, inner_step
+from diloco.algorithm.optimizers import Tuned, judged, tuned
 from diloco.algorithm.state import (
   Event,
+  InFlight,
   TrainState,
   abstract_inner,
   first_replica,
@@ -29,20 +35,22 @@ from diloco.algorithm.state import (
 from diloco.algorithm.streaming import Streaming, make_streaming
 from diloco.config import Config
 from diloco.util.types import PyTree
+from diloco.wire import transport
 
 
-@dataclasses.dataclass(frozen=True)
-class DiLoCo:
-  """DiLoCo and Streaming DiLoCo, with the trainer's inner step.
+@dataclasses.dataclass
+class Method:
+  """Trains the replicas of a config by its inner steps, and synchronises them.
+
+  Data-parallel has no fragments: its outer step does nothing, and its inner step
+  averages the gradient over all devices.
 
   Attributes:
     c: the config by which the method trains.
-    mesh: the device mesh.
     sync: synchronises the replicas.
   """
 
   c: Config
-  mesh: Mesh
   sync: Streaming
 
   def connect(self) -> None:
@@ -52,41 +60,99 @@ class DiLoCo:
   def init(
     self, seed: jax.Array | None = None, params: PyTree | None = None
   ) -> TrainState:
-    """Makes the first state; see `init_state`."""
-    return init_state(self.c, self.mesh, self.sync, seed, params)
-
-  def abstract(self, t: int, fsdp: int, drained: bool) -> TrainState:
-    """Describes the state after step t, without computing it, for a checkpoint.
+    """Makes the first state: all replicas start from the same parameters.
 
     Args:
-      fsdp: size of the fsdp axis that encoded the payloads in flight.
+      seed: int32 []; None: the seed of the config.
+      params: one replica's parameters, sharded over fsdp; None: the seed draws them.
+    """
+    places = jax.tree.map(lambda x: x.sharding, abstract_inner(self.c, self.sync.mesh))
+    init = jax.jit(functools.partial(init_inner, self.c), out_shardings=places)
+    key = jax.random.key(self.c.seed if seed is None else seed)
+    params_M, opt_state_M = init(key, params)
+    return TrainState(params_M, opt_state_M, self.sync.init(params_M))
+
+  def abstract(
+    self, t: int = 0, fsdp: int | None = None, drained: bool = False
+  ) -> TrainState:
+    """Describes shapes, dtypes and shardings of the state after step t.
+
+    Computes nothing. A checkpoint needs it.
+
+    Args:
+      fsdp: size of the fsdp axis that encoded the payloads in flight; None: as in this
+        mesh.
       drained: whether nothing is in flight.
     """
+    params_M, opt_state_M = abstract_inner(self.c, self.sync.mesh)
     in_flight = () if drained else self.sync.schedule.in_flight(t)
-    return abstract_state(self.c, self.mesh, self.sync, in_flight, fsdp)
+    outer = self.sync.abstract(params_M, in_flight, fsdp)
+    return TrainState(params_M, opt_state_M, outer)
 
   def enter(self, t: int, state: TrainState) -> tuple[int, TrainState]:
     """Joins the run with the state after step t; returns where training goes on."""
     return t, state
 
+  def overlap_steps(self, t: int) -> int:
+    """Counts the inner steps that share a program with the exchange after step t."""
+    return self.sync.schedule.overlap_steps(t) if self.sync.transport.overlaps else 0
+
   def span(self, t: int, last: int, periods: Sequence[int]) -> range:
-    """Returns the inner steps after step t of one launch; see `overlap.span`."""
-    return overlap.span(self.sync, t, last, periods)
+    """Returns the inner steps after step t that are launched together.
+
+    These are one inner step, or the inner steps that overlap one exchange. No
+    evaluation and no checkpoint falls inside the range.
+
+    Args:
+      t: number of finished inner steps, less than `last`.
+      last: the last inner step.
+      periods: a range ends at every multiple of a period; 0 means never.
+    """
+    ends = [last - t, *(period - t % period for period in periods if period)]
+    return range(t + 1, t + 1 + min(max(self.overlap_steps(t), 1), *ends))
 
   def inner(
     self, steps: range, state: TrainState, tokens: list[jax.Array]
   ) -> tuple[TrainState, list[InnerMetrics]]:
-    """Runs inner steps: lines 3 to 5 of Algorithm 2.
+    """Runs inner steps, lines 3 to 5, together with the exchange that they overlap.
 
     Args:
-      steps: from `span`.
-      state: donated.
+      steps: a range from `span`.
+      state: the state before the steps; params and opt_state are donated.
       tokens: int32 [M, B, L] for each step.
 
     Returns:
-      The new state, and the metrics of each step; waits for neither.
+      The state after the steps and the metrics of each step; waits for neither.
     """
-    return overlap.inner_steps(self.c, self.sync, steps, state, tokens)
+    c, sync, numbers = self.c, self.sync, tuned(self.c)
+    if not self.overlap_steps(steps[0] - 1):
+      [tokens_MxBxL] = tokens
+      params_M, opt_state_M, metrics = inner_step(
+        state.params,
+        state.opt_state,
+        tokens_MxBxL,
+        numbers,
+        c=c,
+        averaged=steps[-1] <= c.joint_steps,
+      )
+      return TrainState(params_M, opt_state_M, state.outer), [metrics]
+    sent = sync.schedule.sends(steps[0] - 1)
+    # The list of tokens has a fixed length, so that one program serves every count.
+    spare = sync.schedule.longest_overlap - len(tokens)
+    params_M, opt_state_M, by_step, arrived = overlapped_exchange(
+      np.int32(len(tokens)),
+      state.params,
+      state.opt_state,
+      [*tokens, *tokens[:1] * spare],
+      numbers,
+      [state.outer.in_flight[p].payload for p in sent],
+      c=c,
+      mesh=sync.mesh,
+    )
+    received = {p: InFlight(x, arrived=True) for p, x in zip(sent, arrived)}
+    in_flight = {**state.outer.in_flight, **received}
+    outer = dataclasses.replace(state.outer, in_flight=in_flight)
+    return TrainState(params_M, opt_state_M, outer), by_step[: len(tokens)]
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
     """Runs what is due after inner step t: averages, then lines 6 to 12 of Algorithm 2.
@@ -120,18 +186,16 @@ class DiLoCo:
   def params(self, state: TrainState) -> PyTree:
     """Returns the parameters to evaluate, one replica's tree, float32.
 
-    These are the outer parameters, as in the papers (2501.18512, Table 3).
+    These are the outer parameters, as in the papers (2501.18512, Table 3). Those of
+    data-parallel are the model's, or the average that the inner optimizer keeps.
     """
-    return self.sync.params(state.outer)
+    if self.sync.fragments:
+      return self.sync.params(state.outer)
+    return first_replica(judged(state.params, state.opt_state), mesh=self.sync.mesh)
 
-  def after_drain(self, t: int) -> "DiLoCo":
+  def after_drain(self, t: int) -> Self:
     """Returns the method of a run that finished after step t and is now extended."""
     return dataclasses.replace(self, sync=self.sync.after_drain(t))
-
-  def tune(self, seed: jax.Array | int, tuned: OuterTuned) -> "DiLoCo":
-    """Returns the method with another seed and tuned numbers; tracers are allowed."""
-    sync = dataclasses.replace(self.sync, seed=seed, tuned=tuned)
-    return dataclasses.replace(self, sync=sync)
 
   def recovers(self, t: int) -> bool:
     """Returns whether training goes on, although a loss up to step t is not finite."""
@@ -162,36 +226,6 @@ class DiLoCo:
     self.sync.close()
 
 
-class DataParallel(DiLoCo):
-  """The baseline: one model, whose gradient is averaged over all devices.
-
-  It has no fragments, so its outer step does nothing.
-  """
-
-  def params(self, state: TrainState) -> PyTree:
-    """Returns the parameters, or the average that the inner optimizer keeps."""
-    return first_replica(judged(state.params, state.opt_state), mesh=self.mesh)
-
-
-@dataclasses.dataclass
-class Wrapper:
-  """Another method, to which a subclass adds something."""
-
-  method: "Method"
-
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self.method, name)
-
-  def after_drain(self, t: int) -> Self:
-    return dataclasses.replace(self, method=self.method.after_drain(t))
-
-  def tune(self, seed: jax.Array | int, tuned: OuterTuned) -> Self:
-    return dataclasses.replace(self, method=self.method.tune(seed, tuned))
-
-
-Method: TypeAlias = DiLoCo | Wrapper
-
-
 def make_method(c: Config, mesh: Mesh) -> Method:
   """Makes the method of a config.
 
@@ -199,44 +233,60 @@ def make_method(c: Config, mesh: Mesh) -> Method:
     ConfigError: inner.optimizer cannot step the parameters, or see `make_streaming`.
   """
   abstract_inner(c, mesh)  # Finds mistakes in inner.optimizer; computes nothing.
-  sync = make_streaming(c, mesh)
-  return (DiLoCo if sync.fragments else DataParallel)(c, mesh, sync)
+  return Method(c, make_streaming(c, mesh))
 
 
-def init_state(
+@functools.partial(jax.jit, static_argnames=("c", "mesh"), donate_argnums=(1, 2))
+def overlapped_exchange(
+  count: jax.Array,
+  params_M: PyTree,
+  opt_state_M: PyTree,
+  tokens: list[jax.Array],
+  tuned: Tuned,
+  payloads: list[jax.Array],
+  *,
   c: Config,
   mesh: Mesh,
-  sync: Streaming,
-  seed: jax.Array | None = None,
-  params: PyTree | None = None,
-) -> TrainState:
-  """Makes the first state: all replicas start from the same parameters.
+) -> tuple[PyTree, PyTree, list[InnerMetrics], list[jax.Array]]:
+  """Runs `count` inner steps while the payloads are exchanged.
 
   Args:
-    seed: int32 []; None: the seed of the config.
-    params: one replica's parameters, sharded over fsdp; None: the seed draws them.
+    count: int32 [], at most the length of `tokens`.
+    params_M, opt_state_M, tuned: as for `inner_step`.
+    tokens: int32 [M, B, L] for each step; steps beyond `count` do not run.
+    payloads: uint8 [M, fsdp, bytes], sent before the first step.
+
+  Returns:
+    Parameters, optimizer state, metrics of each step (zeros beyond `count`) and
+    everyone's payloads.
   """
-  places = jax.tree.map(lambda x: x.sharding, abstract_inner(c, mesh))
-  init = jax.jit(functools.partial(init_inner, c), out_shardings=places)
-  key = jax.random.key(c.seed if seed is None else seed)
-  params_M, opt_state_M = init(key, params)
-  return TrainState(params_M, opt_state_M, sync.init(params_M))
+  with jax.named_scope("exchange_start"):
+    received = transport.start(mesh, payloads)
 
+  tokens_K = jnp.stack(tokens)
+  args = (params_M, opt_state_M, tokens[0], tuned)
+  shapes = jax.eval_shape(functools.partial(inner_step, c=c), *args)[2]
+  zeros = lambda x: jnp.zeros((len(tokens), *x.shape), x.dtype)
+  at = lambda tree_K, k: jax.tree.map(lambda x_K: x_K[k], tree_K)
 
-def abstract_state(
-  c: Config,
-  mesh: Mesh,
-  sync: Streaming,
-  in_flight: Iterable[int] = (),
-  fsdp: int | None = None,
-) -> TrainState:
-  """Describes shapes, dtypes and shardings of a state, without computing it.
+  def step(
+    k: jax.Array, carry: tuple[PyTree, PyTree, InnerMetrics]
+  ) -> tuple[PyTree, PyTree, InnerMetrics]:
+    params_M, opt_state_M, metrics_K = carry
+    params_M, opt_state_M, metrics = inner_step(
+      params_M, opt_state_M, at(tokens_K, k), tuned, c=c
+    )
+    put = lambda x_K, x: x_K.at[k].set(x)
+    return params_M, opt_state_M, jax.tree.map(put, metrics_K, metrics)
 
-  Args:
-    sync: how replicas are synchronised.
-    in_flight: fragments whose payloads the state holds.
-    fsdp: size of the fsdp axis that encoded the payloads; None: as in this mesh.
-  """
-  params_M, opt_state_M = abstract_inner(c, mesh)
-  outer = sync.abstract(params_M, in_flight, fsdp)
-  return TrainState(params_M, opt_state_M, outer)
+  # `count` is an argument, not a constant. If XLA knew that it is 1, XLA would unroll
+  # the loop and begin the exchange only after the layers of that step.
+  carry = (params_M, opt_state_M, jax.tree.map(zeros, shapes))
+  with jax.named_scope("inner_steps"):
+    carry = jax.lax.fori_loop(0, count, step, carry)
+  # Barrier: without it XLA may wait for the exchange before it runs the steps.
+  carry, received = jax.lax.optimization_barrier((carry, received))
+  with jax.named_scope("exchange_finish"):
+    arrived = transport.finish(mesh, payloads, received)
+  params_M, opt_state_M, metrics_K = carry
+  return params_M, opt_state_M, [at(metrics_K, k) for k in range(len(tokens))], arrived

@@ -19,9 +19,8 @@ from jax.stages import Lowered, Wrapped
 
 from diloco.algorithm import outer as outer_lines
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.method import abstract_state
+from diloco.algorithm.method import Method, overlapped_exchange
 from diloco.algorithm.optimizers import tuned
-from diloco.algorithm.overlap import overlapped_exchange
 from diloco.algorithm.placement import OnHosts
 from diloco.algorithm.state import OuterState
 from diloco.algorithm.streaming import Streaming, make_streaming
@@ -84,7 +83,7 @@ class Programs:
     with jax.set_mesh(mesh):
       # Devices that are only described have no host memory for outer.offload.
       sync = make_streaming(changed(c, {"outer.offload": False}), mesh)
-      self.state = abstract_state(c, mesh, sync)
+      self.state = Method(c, sync).abstract()
       arrays = (self.state.params, self.state.opt_state)
       parts = ("parameters", "inner optimizer")
       self.on_device = dict(zip(parts, map(nbytes, arrays)))

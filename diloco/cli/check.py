@@ -54,8 +54,7 @@ def checkpoints(c: Config, workdir: pathlib.Path | str | None) -> str:
   """
   import jax
 
-  from diloco.algorithm.method import abstract_state
-  from diloco.algorithm.streaming import make_streaming
+  from diloco.algorithm.method import make_method
   from diloco.checkpoint.checkpoints import tree_of
   from diloco.checkpoint.disk import at_once, check_room, needed
   from diloco.mesh.devices import make_mesh
@@ -64,7 +63,7 @@ def checkpoints(c: Config, workdir: pathlib.Path | str | None) -> str:
   fields = {"mesh.replica": 0, "mesh.fsdp": 0, "outer.offload": False}
   one = changed(c, fields)
   mesh = make_mesh(one, jax.devices()[:1])
-  size = needed(tree_of(abstract_state(one, mesh, make_streaming(one, mesh))))
+  size = needed(tree_of(make_method(one, mesh).abstract()))
   if isinstance(workdir, str):
     open_storage(workdir, "--workdir")
   elif workdir:

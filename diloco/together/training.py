@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.inner import InnerMetrics, inner_step
-from diloco.algorithm.method import Method, Wrapper
+from diloco.algorithm.method import Method
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.state import Event, TrainState
 from diloco.algorithm.sync_metrics import Metric
@@ -50,22 +50,21 @@ def numbers_of(configs: Sequence[Config]) -> Numbers:
 
 
 @dataclasses.dataclass
-class Together(Wrapper):
-  """The method of R runs: `method`, which is that of one run, mapped over the runs.
+class Together(Method):
+  """The method of R runs: that of one run, mapped over the runs.
 
   Attributes:
-    c: config of one of the runs.
-    numbers: those in which the runs differ.
+    numbers: those in which the runs differ; `c` is the config of one of them.
   """
 
-  c: Config
   numbers: Numbers
 
   def init(
     self, seed: jax.Array | None = None, params: PyTree | None = None
   ) -> TrainState:
     del seed
-    return jax.vmap(lambda seed: self.method.init(seed, params))(self.numbers.seed)
+    one = Method(self.c, self.sync)
+    return jax.vmap(lambda seed: one.init(seed, params))(self.numbers.seed)
 
   def span(self, t: int, last: int, periods: Sequence[int]) -> range:
     return range(t + 1, t + 2)
@@ -87,7 +86,7 @@ class Together(Wrapper):
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
     """Runs the outer step of all runs; the metrics of the events have the axis R."""
-    if not (self.c.averages_after(t) or self.method.sync.schedule.is_busy(t)):
+    if not (self.c.averages_after(t) or self.sync.schedule.is_busy(t)):
       return t, state, []
     return t, *self._map(lambda own, state: own.outer(t, state)[1:], state)
 
@@ -108,8 +107,8 @@ class Together(Wrapper):
     def one(
       numbers: Numbers, state: TrainState
     ) -> tuple[TrainState, list[Mapping[str, Metric]]]:
-      own = self.method.tune(numbers.seed, numbers.outer)
-      state, events[:] = f(own, state)
+      sync = dataclasses.replace(self.sync, seed=numbers.seed, tuned=numbers.outer)
+      state, events[:] = f(Method(self.c, sync), state)
       return state, [event.metrics for event in events]
 
     state, metrics = jax.vmap(one)(self.numbers, state)
@@ -202,9 +201,9 @@ def join(
   method: Method, runs: Sequence[Run], states: Sequence[TrainState], first: PyTree
 ) -> Joined:
   """Makes one method, state and stream of tokens of those of the runs; see `Join`."""
-  together = Together(method, runs[0].c, numbers_of([run.c for run in runs]))
+  together = Together(runs[0].c, method.sync, numbers_of([run.c for run in runs]))
   if states:
-    place = NamedSharding(method.mesh, P())
+    place = NamedSharding(method.sync.mesh, P())
     state = jax.tree.map(lambda *x: jax.device_put(np.stack(x), place), *states)
   else:
     state = together.init(params=first)

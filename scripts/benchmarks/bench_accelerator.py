@@ -23,8 +23,8 @@ from absl import flags
 from bench_step import Bench
 from timing import in_turn, print_devices, timed
 
+from diloco.algorithm.method import overlapped_exchange
 from diloco.algorithm.outer import send
-from diloco.algorithm.overlap import overlapped_exchange
 from diloco.config import Config, changed, command_line
 from diloco.errors import ConfigError
 from diloco.mesh import hardware

@@ -18,7 +18,7 @@ from timing import in_turn, print_devices, timed
 
 from diloco.algorithm import optimizers, slices
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.method import init_state
+from diloco.algorithm.method import Method
 from diloco.algorithm.outer import merge
 from diloco.algorithm.streaming import make_streaming
 from diloco.config import Config, changed, command_line, resolve
@@ -33,7 +33,7 @@ class Bench:
     self.c, self.mesh = c, make_mesh(c)
     with jax.set_mesh(self.mesh):
       self.sync = make_streaming(c, self.mesh)
-      self.state = init_state(c, self.mesh, self.sync)
+      self.state = Method(c, self.sync).init()
       shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
       tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape)
       place = sharding.batch_sharding(self.mesh, c.one_model)

@@ -11,7 +11,6 @@ runs. --topology compiles for a chip that is not there (docs/aot.md).
 """
 
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import config_flags
 
-from diloco.algorithm.method import abstract_state, make_method
-from diloco.algorithm.streaming import make_streaming
+from diloco.algorithm.method import Method, make_method
 from diloco.aot import topology
 from diloco.config import Config, changed, command_line, resolve
 from diloco.mesh.devices import make_mesh
@@ -40,11 +38,11 @@ class Bench:
 
   def __init__(self, c: Config, count: int):
     self.c, self.count, self.mesh, self.t = c, count, make_mesh(c), 0
-    self.method: Any = make_method(c, self.mesh)
+    self.method: Method = make_method(c, self.mesh)
     shape = tokens_shape(c)
     if count > 1:
       numbers = numbers_of([changed(c, {"seed": r}) for r in range(count)])
-      self.method, shape = Together(self.method, c, numbers), (count, *shape)
+      self.method, shape = Together(c, self.method.sync, numbers), (count, *shape)
     self.state = self.method.init()
     tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape)
     self.tokens = jnp.asarray(tokens, jnp.int32)
@@ -72,7 +70,7 @@ def memory(c: Config, count: int, mesh: Mesh) -> tuple[int, int]:
   led = lambda x: shape(x, count)
   inner = jax.tree.map(shape, numbers_of([c] * count).inner)
   with jax.set_mesh(mesh):
-    state = jax.tree.map(led, abstract_state(c, mesh, make_streaming(c, mesh)))
+    state = jax.tree.map(led, make_method(c, mesh).abstract())
     tokens = led(jax.ShapeDtypeStruct(tokens_shape(c), jnp.int32))
     args = (state.params, state.opt_state, tokens, inner)
     lowered = inner_together.lower(*args, c=c)

@@ -10,19 +10,19 @@ import time
 
 import jax
 
-from diloco.algorithm.method import DiLoCo
+from diloco.algorithm.method import Method
 
 STEP_S = float(os.environ["STEP_S"])
-_inner = DiLoCo.inner
+_inner = Method.inner
 
 
 def inner(self, steps, state, tokens):
-  """Takes the place of `DiLoCo.inner`."""
+  """Takes the place of `Method.inner`."""
   end = time.monotonic() + STEP_S * len(steps)
   found = jax.block_until_ready(_inner(self, steps, state, tokens))
   time.sleep(max(end - time.monotonic(), 0))
   return found
 
 
-DiLoCo.inner = inner
+Method.inner = inner
 runpy.run_module("diloco.main", run_name="__main__", alter_sys=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diloco.algorithm import fused, optimizers, outer
-from diloco.algorithm.method import abstract_state
+from diloco.algorithm.method import Method
 from diloco.algorithm.placement import OnDevices
 from diloco.algorithm.streaming import choose_send, choose_update, make_streaming
 from diloco.config import default_config, resolve
@@ -152,7 +152,7 @@ def test_the_outer_step_on_cpu_keeps_only_pieces_in_memory():
   c = make_config(**{"model.dim": 512, "fragments.size": 4, "replicas": 2})
   sync = make_streaming(c, make_mesh(c, jax.devices()[:1]))
   with jax.set_mesh(sync.mesh):
-    state = abstract_state(c, sync.mesh, sync)
+    state = Method(c, sync).abstract()
     parts = (state.outer.theta[0], state.outer.opt_state[0])
     size = sum(4 * x.size for x in jax.tree.leaves(parts[0]))
     at, key = {"wire": c.wire, "mesh": sync.mesh}, jax.eval_shape(jax.random.key, 0)

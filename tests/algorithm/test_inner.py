@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.method import init_state
+from diloco.algorithm.method import Method
 from diloco.algorithm.optimizers import make_inner, tuned
 from diloco.algorithm.streaming import make_streaming
 from diloco.config import Config
@@ -131,7 +131,7 @@ def test_the_step_follows_the_clipped_gradient_of_cross_entropy_and_z_loss(tiny)
 def lowered(c: Config) -> str:
   mesh = make_mesh(c)
   with jax.set_mesh(mesh):
-    s = init_state(c, mesh, make_streaming(c, mesh))
+    s = Method(c, make_streaming(c, mesh)).init()
     tokens = jnp.zeros((2, 2, 16), jnp.int32)
     step = inner_step.lower(s.params, s.opt_state, tokens, tuned(c), c=c)
     return step.as_text()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.algorithm.method import abstract_state
+from diloco.algorithm.method import Method
 from diloco.algorithm.outer import merge, outer_step, send, update
 from diloco.algorithm.state import InFlight
 from diloco.algorithm.streaming import make_streaming
@@ -306,7 +306,7 @@ def lowered_update(rate: float, optimizer: str) -> str:
   mesh = make_mesh(c, jax.devices()[:1])
   with jax.set_mesh(mesh):
     sync = make_streaming(c, mesh)
-    outer = abstract_state(c, mesh, sync).outer
+    outer = Method(c, sync).abstract().outer
     args = (outer.theta[0], outer.opt_state[0], sync.payload(0), sync.tuned)
     return update.lower(*args, wire=c.wire, outer=c.outer, mesh=mesh).as_text()
 

@@ -8,12 +8,14 @@ from conftest import spans
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.algorithm.method import Method
 from diloco.spec.schedule import Schedule
 
 
-def make_sync(schedule: Schedule, overlaps: bool = True):
+def make(schedule: Schedule, overlaps: bool = True) -> Method:
   transport = types.SimpleNamespace(overlaps=overlaps)
-  return types.SimpleNamespace(schedule=schedule, transport=transport)
+  sync = types.SimpleNamespace(schedule=schedule, transport=transport)
+  return Method(None, sync)
 
 
 @st.composite
@@ -29,7 +31,7 @@ def runs(draw):
 @given(runs())
 def test_ranges_end_where_something_happens_and_leave_no_step_out(run):
   schedule, start, last, periods = run
-  found = spans(make_sync(schedule), start, last, periods)
+  found = spans(make(schedule), start, last, periods)
   ranges = list(itertools.islice(found, last - start + 1))  # Even if they never end.
   assert [t for steps in ranges for t in steps] == list(range(start + 1, last + 1))
   event = lambda t: bool(schedule.sends(t) or schedule.arrivals(t))
@@ -42,18 +44,18 @@ def test_ranges_end_where_something_happens_and_leave_no_step_out(run):
       assert len(steps) == 1
 
 
-NOTHING_SENT = make_sync(Schedule(0, 4, (2,)))  # As in data-parallel.
-NOT_ON_DEVICES = make_sync(Schedule(1, 4, (2,)), overlaps=False)
+NOTHING_SENT = make(Schedule(0, 4, (2,)))  # As in data-parallel.
+NOT_ON_DEVICES = make(Schedule(1, 4, (2,)), overlaps=False)
 
 
-@pytest.mark.parametrize("sync", [NOTHING_SENT, NOT_ON_DEVICES])
-def test_steps_that_hide_nothing_are_launched_one_by_one(sync):
-  ranges = list(spans(sync, 3, 7, (5, 0)))
+@pytest.mark.parametrize("method", [NOTHING_SENT, NOT_ON_DEVICES])
+def test_steps_that_hide_nothing_are_launched_one_by_one(method):
+  ranges = list(spans(method, 3, 7, (5, 0)))
   assert ranges == [range(t, t + 1) for t in range(4, 8)]
 
 
 def test_the_steps_after_a_send_are_launched_together():
-  found = spans(make_sync(Schedule(1, 10, (4,))), 8, 26, (12,))
+  found = spans(make(Schedule(1, 10, (4,))), 8, 26, (12,))
   lengths = [len(steps) for steps in found]
   # Steps 9 and 10; 11 and 12, where a period ends; each one up to 20; 21 to 24.
   assert lengths == [1, 1, 2, *[1] * 8, 4, 1, 1]

@@ -17,7 +17,7 @@ from conftest import first_of
 from dry_run_needs import needs_cuda_plugin, needs_libtpu
 from jax.experimental import topologies
 
-from diloco.algorithm.method import abstract_state, init_state
+from diloco.algorithm.method import Method
 from diloco.algorithm.streaming import make_streaming
 from diloco.aot import report, topology
 from diloco.aot.programs import Programs, nbytes
@@ -95,7 +95,7 @@ def test_shapes_and_sizes_are_those_of_a_real_state(tiny):
   mesh = make_mesh(c, jax.devices()[:1])
   with jax.set_mesh(mesh):
     sync = make_streaming(c, mesh)
-    real, shapes = init_state(c, mesh, sync), abstract_state(c, mesh, sync)
+    real, shapes = Method(c, sync).init(), Method(c, sync).abstract()
   same = lambda a, b: (
     (a.shape, a.dtype) == (b.shape, b.dtype)
     and (a.sharding.is_equivalent_to(b.sharding, a.ndim))

@@ -13,7 +13,7 @@ import pytest
 import reference as ref
 
 from diloco import train
-from diloco.algorithm.method import DiLoCo, abstract_state
+from diloco.algorithm.method import Method
 from diloco.algorithm.optimizers import make_inner
 from diloco.algorithm.outer import outer_step
 from diloco.algorithm.state import TrainState
@@ -72,7 +72,7 @@ def by_package(c):
       updates, opt_state = inner_step(gradients(t), state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
       state = TrainState(params, opt_state, state.outer)
-      state, events = DiLoCo(c, sync.mesh, sync).average(t, state)
+      state, events = Method(c, sync).average(t, state)
       for event in events:
         assert (event.kind, event.step, event.metrics) == ("average", t, {})
         sent.setdefault(event.fragment, []).append(event.sent)
@@ -241,7 +241,7 @@ def test_a_warm_start_averages_nothing_because_its_replicas_are_equal():
   fields = {"sparta.share": 0.1, "des_loc.first_every": 2, "des_loc.second_every": 4}
   c = make_config(**fields, **{"warm_start.steps": 4})
   sync = make_streaming(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
-  method, state = DiLoCo(c, sync.mesh, sync), TrainState(ONE, ONE, None)
+  method, state = Method(c, sync), TrainState(ONE, ONE, None)
   assert all(method.average(t, state) == (state, []) for t in (1, 4))
   assert c.averages_after(5) == ["sparta"]
   assert c.averages_after(8) == ["first_moments", "second_moments", "sparta"]
@@ -291,7 +291,7 @@ def test_moments_are_known_by_their_names(tiny, optimizer, first, second):
   c = resolve(tiny)
   mesh = make_mesh(c, jax.devices()[:1])
   sync = make_streaming(c, mesh)
-  state = abstract_state(c, mesh, sync).opt_state
+  state = Method(c, sync).abstract().opt_state
   for kind, times in ((des_loc.FIRST, first), (des_loc.SECOND, second)):
     assert count(sync, state, kind) == times * num_params(c.model)
 
@@ -308,7 +308,7 @@ def test_muon_has_a_second_moment_of_few_parameters(tiny):
   c = resolve(tiny)
   mesh = make_mesh(c, jax.devices()[:1])
   sync = make_streaming(c, mesh)
-  state = abstract_state(c, mesh, sync).opt_state
+  state = Method(c, sync).abstract().opt_state
   kinds = (des_loc.FIRST, des_loc.SECOND)
   values = {kind: count(sync, state, kind) for kind in kinds}
   matrices = num_params(c.model) - values[des_loc.SECOND]

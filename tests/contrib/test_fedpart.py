@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm import optimizers, overlap
-from diloco.algorithm.method import init_state
+from diloco.algorithm import optimizers
+from diloco.algorithm.method import Method
 from diloco.algorithm.streaming import make_streaming
 from diloco.config import Config, add_plugins, changed, resolve
 from diloco.contrib import fedpart
@@ -41,10 +41,10 @@ def test_each_fragment_trains_until_it_is_sent(tiny):
   sync = make_streaming(c, mesh)
   tokens = jnp.ones((2, 2, 16), jnp.int32)
   with jax.set_mesh(mesh):
-    state = init_state(c, mesh, sync)
+    state = Method(c, sync).init()
     for t in range(1, 18):
       before = jax.tree.map(np.asarray, state.params)
-      state, _ = overlap.inner_steps(c, sync, range(t, t + 1), state, [tokens])
+      state, _ = Method(c, sync).inner(range(t, t + 1), state, [tokens])
       sends = next(s for s in map(sync.schedule.sends, range(t, 99)) if s)
       next_sent = [sync.fragments[p] for p in sends]
       changed = jax.tree.map(lambda x, y: np.asarray(x) != y, state.params, before)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import diloco
 from diloco.algorithm.inner import inner_step, mean_of_all
-from diloco.algorithm.method import init_state
+from diloco.algorithm.method import Method
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.streaming import make_streaming
 from diloco.config import add_plugins, changed, resolve
@@ -153,7 +153,7 @@ def test_an_averaged_step_is_that_of_data_parallel(tiny):
   for config, averaged in ((c, True), (one, False)):
     mesh = make_mesh(config, jax.devices()[:1])
     with jax.set_mesh(mesh):
-      s = init_state(config, mesh, make_streaming(config, mesh))
+      s = Method(config, make_streaming(config, mesh)).init()
       batch = tokens.reshape(config.models, -1, c.model.seq_len)
       args = (s.params, s.opt_state, batch, tuned(config))
       found.append(inner_step(*args, c=config, averaged=averaged))

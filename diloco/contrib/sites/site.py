@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.algorithm.method import Method, Wrapper
+from diloco.algorithm.method import Method
 from diloco.algorithm.optimizers import at_step
 from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import Event, TrainState, replaced
@@ -64,7 +64,7 @@ class SitePart:
     return config_of(self.config, self.index)
 
   def method(self, method: Method, batches: Batches, stop: Stop) -> Method:
-    return Site(method, self, batches, stop)
+    return Site(method.c, method.sync, self, batches, stop)
 
 
 def make_part(c: Config, index: int, address: str) -> Callable[[Peers], SitePart]:
@@ -95,8 +95,8 @@ def make_part(c: Config, index: int, address: str) -> Callable[[Peers], SitePart
 
 
 @dataclasses.dataclass
-class Site(Wrapper):
-  """Trains like `method`, and exchanges payloads with its group; see `Method`.
+class Site(Method):
+  """Trains like any method, and exchanges payloads with its group.
 
   Attributes:
     part: which site this is, and its link.
@@ -163,7 +163,7 @@ class Site(Wrapper):
     Raises:
       ConfigError: another process is this site, or the group is of another run.
     """
-    calendar, taus = self._calendar, self.method.sync.schedule.taus
+    calendar, taus = self._calendar, self.sync.schedule.taus
     self._applied = self._taken = calendar.first_after(t - min(taus))
     welcome = self._link.join(self._applied, outer_state.digests(state.outer))
     place = self._find_text(t, welcome.data)
@@ -225,7 +225,7 @@ class Site(Wrapper):
       t, state = self._arrive(t, state)
       if not self._link.wait_for_start(self.stop.received):
         return t, state
-    for p in self.method.sync.schedule.sends(t):
+    for p in self.sync.schedule.sends(t):
       state = self._send(t, p, state)
     state, arrived = self._arrivals(t, state)
     return self._catch_up(t, state) if arrived else (t, state)
@@ -250,7 +250,7 @@ class Site(Wrapper):
     return state, self._events
 
   def _drain(self, last: int, state: TrainState) -> TrainState:
-    for t in range(last + 1, last + max(self.method.sync.schedule.taus) + 1):
+    for t in range(last + 1, last + max(self.sync.schedule.taus) + 1):
       state, arrived = self._arrivals(t, state, last)
       if not arrived:
         return state
@@ -271,7 +271,7 @@ class Site(Wrapper):
     """
     self._jobs.close()
     self._link.leave(reason)
-    self.method.close(reason)
+    super().close(reason)
     if self._absent and reason == "finished":
       sites = f"site {', '.join(map(str, self._absent))}"
       raise ConfigError(
@@ -283,7 +283,7 @@ class Site(Wrapper):
 
   def _send(self, t: int, p: int, state: TrainState) -> TrainState:
     """Lines 7 and 8; nothing if the round is closed or the site just began again."""
-    sync, outer, number = self.method.sync, state.outer, self._calendar.number[t, p]
+    sync, outer, number = self.sync, state.outer, self._calendar.number[t, p]
     if self._restored_at == t:
       return state
     if number < self._link.newest()[0]:
@@ -315,7 +315,7 @@ class Site(Wrapper):
     self, t: int, state: TrainState, last_send: int | None = None
   ) -> tuple[TrainState, bool]:
     """Lines 9 to 12; the flag says whether all rounds that were due have come."""
-    schedule = self.method.sync.schedule
+    schedule = self.sync.schedule
     for p, mask in schedule.arrivals(t, last_send):
       sent_at = t - min(tau for tau, now in zip(schedule.taus, mask) if now)
       number = self._calendar.number[sent_at, p]
@@ -345,7 +345,7 @@ class Site(Wrapper):
       state = self._take(state, welcome)
     for r in range(self._applied, number + 1):
       state = self._update(t, r, state)
-    sync, p = self.method.sync, self._calendar.rounds[number][1]
+    sync, p = self.sync, self._calendar.rounds[number][1]
     mask = mask or (True,) * sync.replicas
     params_M = sync.merge(p, state.params, state.outer.theta[p], mask)
     return dataclasses.replace(state, params=params_M)
@@ -376,7 +376,7 @@ class Site(Wrapper):
       "waited_s": np.float32(self._waited_s),
     }
     self._events.append(Event("receive", p, t, 0, metrics | more))
-    kept = self.method.sync.place.keep((theta, opt_state))
+    kept = self.sync.place.keep((theta, opt_state))
     state = dataclasses.replace(state, outer=state.outer.after_update(p, *kept))
     if sent and refused:
       return self._restore(t, state, f"its payload of round {number} was refused")
@@ -387,7 +387,7 @@ class Site(Wrapper):
   ) -> tuple[Closed, tuple[PyTree, PyTree, Metrics]]:
     """Waits for a closed round, and runs its outer step."""
     self._link.wait_until(number, lambda: False)
-    closed, sync = self._link.closed(number), self.method.sync
+    closed, sync = self._link.closed(number), self.sync
     found = outer_state.apply(sync, self._calendar, closed, theta, opt_state)
     self._link.applied(number, outer_state.digest(*found[:2]))
     return closed, found
@@ -409,8 +409,8 @@ class Site(Wrapper):
     self._pending.clear()
     self._link.ready(self._calendar.first_after(t))
     as_before = lambda x, old_M: x.astype(old_M.dtype)
-    params = jax.tree.map(as_before, self.method.params(state), state.params)
-    fresh = self.method.init(params=params)
+    params = jax.tree.map(as_before, self.params(state), state.params)
+    fresh = self.init(params=params)
     outer = dataclasses.replace(state.outer, codec_state=fresh.outer.codec_state)
     return _at_step(dataclasses.replace(fresh, outer=outer), t)
 
@@ -439,7 +439,7 @@ class Site(Wrapper):
   def _take(self, state: TrainState, welcome: Welcome) -> TrainState:
     """Takes the group's outer state from a snapshot, and starts from it."""
     outer = outer_state.from_bytes(welcome.snapshot, state.outer)
-    whole, params_M = dataclasses.replace(self.method.sync, alpha=0.0), state.params
+    whole, params_M = dataclasses.replace(self.sync, alpha=0.0), state.params
     for p, theta in enumerate(outer.theta):
       params_M = whole.merge(p, params_M, theta, (True,) * whole.replicas)
     self._applied = self._taken = welcome.round

@@ -34,8 +34,7 @@ from jax.sharding import Mesh
 
 from diloco.algorithm import optimizers
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.method import init_state
-from diloco.algorithm.streaming import make_streaming
+from diloco.algorithm.method import make_method
 from diloco.checkpoint.resume import coded_by_shard
 from diloco.config import Config, ConfigError, changed, command_line, resolve
 from diloco.config.resolve import leaves
@@ -125,7 +124,7 @@ class Steps:
     self._held = []  # There is one state at a time.
     c, self._mesh = self._c, mesh
     with jax.set_mesh(mesh):
-      state = init_state(c, mesh, make_streaming(c, mesh))
+      state = make_method(c, mesh).init()
     shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
     tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape, np.int32)
     place = sharding.batch_sharding(mesh, c.one_model)

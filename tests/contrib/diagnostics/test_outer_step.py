@@ -10,7 +10,7 @@ import pytest
 from conftest import update
 from numpy_decoder import numpy_decoder
 
-from diloco.algorithm.method import init_state
+from diloco.algorithm.method import Method
 from diloco.algorithm.outer import outer_step
 from diloco.algorithm.streaming import make_streaming
 from diloco.config import resolve
@@ -107,7 +107,7 @@ def test_a_replica_that_merges_no_measured_sync_has_no_losses(tiny):
   found = {}
   with jax.set_mesh(mesh):
     sync = make_streaming(c, mesh)
-    state = init_state(c, mesh, sync)
+    state = Method(c, sync).init()
     still = lambda sync, t, params_M, outer, *_: (params_M, outer, [])
     step = MeasuredStep(c, 2, still)
     for t in range(1, c.train.steps + 1):
@@ -154,7 +154,7 @@ def test_each_replica_has_its_loss_and_padding_does_not_count(tiny):
   mesh = make_mesh(c, jax.devices()[:1])
   evaluation = Evaluation(c, mesh)
   with jax.set_mesh(mesh):
-    params = init_state(c, mesh, make_streaming(c, mesh)).params
+    params = Method(c, make_streaming(c, mesh)).init().params
   move = lambda x_M: jnp.stack([x_M[0], 1.5 * x_M[0], 0 * x_M[0]])
   params_M = jax.tree.map(move, params)
   tokens, weights = (np.asarray(x) for x in sequences(c, mesh))
