@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from diloco.config import add_plugins
 from diloco.errors import ConfigError
-from diloco.reproduce.runs import curve_name
+from diloco.reproduce.comparison import curve_name
 from diloco.sweep.chart import ACCURACY, EVALUATED, LOSS, PLAIN, Chart
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 from diloco.util.command import load_module, parse_options

@@ -22,8 +22,7 @@ from diloco.config import add_plugins, resolve
 from diloco.contrib.diagnostics import __main__ as diagnostics
 from diloco.log import read_run, workdir
 from diloco.log.loss_picture import LossPicture
-from diloco.reproduce import comparison, runs
-from diloco.reproduce import figures as sweep_figures
+from diloco.reproduce import comparison
 from diloco.scaling_laws import figures as law_figures
 from diloco.simulate import figures as simulated
 from diloco.simulate import schedule_figure, wallclock
@@ -86,10 +85,6 @@ def of_chart(x: str, *values, **fields) -> Figure:
   return comparison.figure(own, comparison.frame(own, pairs))
 
 
-def of_ladder(number: int) -> Figure:
-  return sweep_figures.FIGURES[number](runs.read(ROOT / "docs" / "ladder.csv"))
-
-
 def of_links() -> Figure:
   sys.path.insert(0, str(ROOT / "scripts" / "experiments"))
   import wan_bench
@@ -122,7 +117,6 @@ def of_compare(run) -> Figure:
 
 MORE = {"y": (("loss", "loss"), ("more", "above (%)"))}
 PICTURES: dict[str, Callable[[pathlib.Path], Figure]] = {
-  **{f"ladder {n}": lambda _, n=n: of_ladder(n) for n in (2, 4, 7)},
   **{
     name: lambda _, n=name: simulated.FIGURES[n]()
     for name in ("s2", "s3", "s6", "s9", "c6")

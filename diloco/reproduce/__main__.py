@@ -26,7 +26,7 @@ from diloco.config import Config, resolve
 from diloco.errors import ConfigError
 from diloco.reproduce import claim, comparison, computed
 from diloco.reproduce.claim import CLAIMS, LADDER
-from diloco.reproduce.tables import markdown
+from diloco.reproduce.comparison import markdown
 from diloco.spec.shapes import matrix_params
 from diloco.sweep import progress, table
 from diloco.sweep.grid import Point, Sweep

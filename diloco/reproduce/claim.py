@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pandas as pd
 import scipy.special
 
-from diloco.reproduce.tables import markdown
+from diloco.reproduce.comparison import markdown
 from diloco.sweep.search import Search
 from diloco.util.shipped import PACKAGE
 

@@ -10,27 +10,29 @@ import itertools
 import math
 import pathlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from diloco.reproduce import drawing, tables
-from diloco.reproduce.runs import curve_name
 from diloco.sweep.chart import EVALUATED, PLAIN, Chart
 from diloco.sweep.grid import Point, key
 from diloco.sweep.search import Search
 from diloco.sweep.table import Row
 from diloco.util import palette
-from diloco.util.palette import COLORS, OTHERS, PAGE
+from diloco.util.palette import COLORS, DASHES, OTHERS, PAGE, shades
 
 # What the table and the figure of one sweep show: not the same.
 SPREAD = (
   "±: standard deviation over seeds. For the bars of the figure, the mean of each seed"
   " over all settings is subtracted first, unless runs are missing."
 )
+# The marker of each number of replicas, with its size in points: curves may coincide,
+# so those drawn later have smaller markers and more gaps.
+_MARKERS = {1: ("^", 8.5), 2: ("s", 5.5), 4: ("D", 4.5), 8: ("v", 3.5)}
 _PLAIN_KEYS = ("compressor", "pattern")
 _PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
 
@@ -108,6 +110,14 @@ def _more(chart: Chart, first: Point, table: pd.DataFrame) -> pd.Series:
   return 100 * (table["loss"] / others.reindex(asked).to_numpy() - 1)
 
 
+def curve_name(algorithm: str, replicas: int | None = None) -> str:
+  """Names the curve of an algorithm, with M: "DiLoCo, M=4"."""
+  if algorithm == "data_parallel":
+    return PLAIN
+  name = {"diloco": "DiLoCo"}.get(algorithm, algorithm)
+  return name if replicas is None else f"{name}, M={replicas}"
+
+
 def curve(values: dict, plain: Collection[str] = ()) -> str:
   """Names a curve: the algorithm with M as in the other figures, then other keys.
 
@@ -165,7 +175,14 @@ def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
       columns[f"{label}, mean"] = spread(chart, table, y)["mean"].map("{:.3g}".format)
   if not chart.by:
     del columns["curve"]
-  return tables.markdown(columns)
+  return markdown(columns)
+
+
+def markdown(columns: Mapping[str, Iterable]) -> list[str]:
+  """Formats columns of texts or numbers as lines of a Markdown table."""
+  rows = [list(columns), ["---"] * len(columns), *zip(*columns.values())]
+  head, rule, *body = [f"| {' | '.join(map(str, row))} |" for row in rows]
+  return [head, rule.replace(" ", ""), *body]
 
 
 def _panels(chart: Chart, table: pd.DataFrame) -> list[tuple[str, str]]:
@@ -213,7 +230,7 @@ def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
 def figure(chart: Chart, table: pd.DataFrame) -> Figure:
   """Makes the matplotlib figure: one panel per entry of chart.y; `draw` saves it."""
   table = in_words(chart, table)
-  shown, bars = paired(chart, table), f"Bars: {drawing.SPREAD}"
+  shown, bars = paired(chart, table), "Bars: standard deviation over the seeds"
   if shown is not table and any(y == "loss" for y, _ in chart.y):
     bars += ";\nof losses, after the mean of each seed is subtracted"
   if chart.by_name:  # A point that is compared with itself lies at 0.
@@ -239,6 +256,23 @@ def _numbers(values: pd.Series) -> bool:
   return pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind)
 
 
+def _look(name: str) -> dict[str, Any]:
+  """Returns the style of a curve: the algorithm's colour; shade, marker, dashes for M.
+
+  Args:
+    name: from `curve_name`, with M.
+  """
+  if name == PLAIN:
+    return {"color": COLORS["data_parallel"], "marker": "o", "ms": 8}
+  algorithm, _, replicas = name.lower().partition(", m=")
+  m = int(replicas)
+  if m not in _MARKERS:
+    return {"color": COLORS[algorithm], "marker": "P", "ms": 4}
+  i, (marker, size) = [*_MARKERS].index(m), _MARKERS[m]
+  color = shades(COLORS[algorithm], len(_MARKERS))[i]
+  return {"color": color, "marker": marker, "ms": size, "ls": DASHES[i]}
+
+
 def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart, label: str) -> None:
   """Draws a curve for each group; words lie below each other, the least value first."""
   colors = itertools.cycle((COLORS["streaming"], *OTHERS))
@@ -249,7 +283,7 @@ def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart, label: str) -> N
     known = re.fullmatch(rf"{PLAIN}|(DiLoCo|streaming), M=\d+", str(name))
     color = "0.25" if words and not name else next(colors)
     other = {"marker": "o", "ms": 4, "color": color}
-    style = drawing.look(str(name)) if known else other
+    style = _look(str(name)) if known else other
     style |= {"capsize": 2, "label": name or None}
     some = some.sort_values(chart.x)
     deviation = some["std"].fillna(0.0)

@@ -16,7 +16,7 @@ import numpy as np
 import scipy.special
 
 from diloco.reproduce.claim import CONTRADICTED, SHOWN, Row
-from diloco.reproduce.tables import markdown
+from diloco.reproduce.comparison import markdown
 from diloco.scaling_laws import optimum, paper, parametric
 from diloco.scaling_laws import tables as laws
 from diloco.simulate import tables, wallclock

@@ -20,7 +20,7 @@ from scipy import optimize
 from sites_run import ROOT
 from wan_bench import resolved
 
-from diloco.reproduce.tables import markdown
+from diloco.reproduce.comparison import markdown
 from diloco.simulate import from_config
 from diloco.simulate.utilisation import LINKS, Link, Workload, utilisation
 

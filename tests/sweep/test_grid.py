@@ -6,8 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from diloco.reproduce.runs import PLAIN
-from diloco.sweep.chart import Chart
+from diloco.sweep.chart import PLAIN, Chart
 from diloco.sweep.grid import Axis, Grid, Sweep, exponent, key, power, powers
 from diloco.sweep.search import search
 

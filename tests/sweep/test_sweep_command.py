@@ -36,7 +36,7 @@ from diloco.sweep.table import alone
 
 def test_the_sweep_imports_no_jax():
   code = (
-    "import sys, diloco.cli.sweep, diloco.sweep.slurm, diloco.reproduce.figures;"
+    "import sys, diloco.cli.sweep, diloco.sweep.slurm, diloco.reproduce.comparison;"
     "sys.exit('jax' in sys.modules)"
   )
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
