@@ -403,7 +403,6 @@ def open_runs(
     }
     evaluation = Evaluation(c, mesh)
     read = contents(c, evaluation.tokenizer, evaluation.held_out)
-    summary.baseline(c, read)  # Finds mistakes.
     if peers.count > 1:
       check_same(peers, read, "give all the same text, tokenizer and tasks")
     whole = make_method(c, mesh)

@@ -24,7 +24,7 @@ def train(
 
   Args:
     config: with the fields of `default_config`.
-    workdir: receives config.json, checkpoints/, metrics.jsonl, tensorboard/, loss.png
+    workdir: receives config.json, checkpoints/, metrics.jsonl, tensorboard/
       and summary.json. All processes must see the same folder.
     peers: the processes that train together; all must call `train`. None: this one.
     part: this process's part of a run whose replicas do not all train together, where

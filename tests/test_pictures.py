@@ -20,12 +20,11 @@ from matplotlib.text import Text
 from diloco.cli import compare
 from diloco.config import add_plugins, resolve
 from diloco.contrib.diagnostics import __main__ as diagnostics
-from diloco.log import read_run, workdir
-from diloco.log.loss_picture import LossPicture
+from diloco.log import read_run
 from diloco.reproduce import comparison
 from diloco.scaling_laws import figures as law_figures
 from diloco.simulate import figures as simulated
-from diloco.simulate import schedule_figure, wallclock
+from diloco.simulate import schedule_figure
 from diloco.sweep.chart import PLAIN, Chart
 from diloco.sweep.grid import Grid
 from diloco.sweep.search import Search
@@ -103,16 +102,9 @@ def of_schedule() -> Figure:
   return schedule_figure.make(c, schedule_figure.planned(c, 1, 12), 1, 12)
 
 
-def of_loss(run) -> Figure:
-  c, _ = workdir.read(run)
-  picture = LossPicture(run, c)
-  picture._read()
-  return picture._figure()
-
-
 def of_compare(run) -> Figure:
   found = [read_run.read(run, name) for name in ("a", "b")]
-  return compare.draw(found, {"a": 1.0, "b": 2.0}, wallclock.Network(1e9, 0.5))
+  return compare.draw(found)
 
 
 MORE = {"y": (("loss", "loss"), ("more", "above (%)"))}
@@ -129,7 +121,6 @@ PICTURES: dict[str, Callable[[pathlib.Path], Figure]] = {
   "words": lambda _: of_chart("name", "b", "a", **MORE),
   "links": lambda _: of_links(),
   "schedule": lambda _: of_schedule(),
-  "loss": of_loss,
   "compare": of_compare,
   "diagnostics": lambda run: diagnostics.draw(*diagnostics.read(run)),
 }

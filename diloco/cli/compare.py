@@ -1,7 +1,7 @@
 r"""Compares runs: a table, and a picture of their losses. The runs may still go on.
 
 python -m diloco compare runs/data_parallel runs/diloco runs/streaming
-python -m diloco compare runs/a runs/b --out=ab.png --chips=64 --gbits=1 --latency=0.05
+python -m diloco compare runs/a runs/b --out=ab.png
 """
 
 import argparse
@@ -19,11 +19,9 @@ import pandas as pd
 
 from diloco.config.comparable import apart, incomparable, model_fields
 from diloco.config.resolve import leaves
-from diloco.log.loss_picture import line, points, smoothed
+from diloco.log.curves import line, points, smoothed
 from diloco.log.read_run import Run, joined, read_all
 from diloco.log.workdir import title
-from diloco.simulate import from_config, wallclock
-from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.spec import plugins
 from diloco.spec.shapes import matrix_params
 from diloco.util import command, files, palette, remote
@@ -165,67 +163,19 @@ def _name(runs: Sequence[Run]) -> str:
   return f"{common} (n={len(runs)})"
 
 
-def idealised(
-  runs: Sequence[Run], chips: float | None, across: wallclock.Network
-) -> tuple[dict[str, float], list[str]]:
-  """Computes the idealised seconds of a step of each run (2503.09799, Appendix A).
-
-  Args:
-    chips: number of chips of each run; None: as many as the largest run needs.
-    across: the network between replicas.
-
-  Returns:
-    {name of a run: seconds}; sentences on assumptions, and on why runs are missing.
-  """
-  configs = [run.config for run in runs]
-  needed = [wallclock.chips(matrix_params(c.model), c.tokens_per_step) for c in configs]
-  chips = chips or math.ceil(max(2, *needed, *(c.replicas for c in configs)))
-  notes = [
-    f"idealised time: {chips:g} chips of {CHIP_FLOPS / 1e12:g} TFLOP/s,"
-    f" {across.bandwidth / 1e9:g} Gbit/s and {across.latency:g} s of latency between"
-    " replicas (2503.09799, Appendix A); change --chips, --gbits, --latency."
-  ]
-  found = dict[str, float]()
-  for run, c in zip(runs, configs):
-    hidden = c.algorithm == "streaming" and min(c.overlap.taus) > 0
-    method = "overlapped" if hidden else c.algorithm
-    try:
-      whole = from_config.training(c, method=method, chips=chips, across=across)
-      found[run.name] = wallclock.total_time(whole) / c.train.steps
-    except ValueError as error:
-      notes.append(f"{run.name} has no idealised time: {error}")
-  return found, notes
-
-
-def draw(
-  runs: Sequence[Run], seconds: dict[str, float], across: wallclock.Network
-) -> Any:
-  """Draws the loss against tokens, bytes sent and idealised time; returns a figure.
-
-  Args:
-    seconds: {name of a run: idealised seconds of a step}.
-    across: the network between replicas that the idealised time assumes.
-  """
+def draw(runs: Sequence[Run]) -> Any:
+  """Draws the loss against tokens and bytes sent; returns a figure."""
   from matplotlib.ticker import EngFormatter  # Slow to import.
 
   title = "Lines: training loss, smoothed. Circles: held-out loss."
   if any(run.seeds > 1 for run in runs):
     title += " (n=3): mean of 3 runs with different seeds."
-  figure, panels = palette.panels(title, ("", "", ""), 3.2, sharey=True)
-  longest = max([seconds.get(run.name, 0) * run.step for run in runs])
-  unit, size = ("hours", 3600) if longest > 3 * 3600 else ("seconds", 1)
-  link = f"{across.bandwidth / 1e9:g} Gbit/s, latency {across.latency:g} s"
-  names = ("tokens", "bytes sent by one replica", f"idealised time ({unit}),\n{link}")
+  figure, panels = palette.panels(title, ("", ""), 3.2, sharey=True)
   looks = palette.looks({label(run): run.config.algorithm for run in runs})
   for run, look in zip(runs, looks):
     c = run.config
     steps, loss = points(run.loss)
-    time = seconds.get(run.name, 0) / size
-    places: list[dict[int, float]] = [
-      {t: t * c.tokens_per_step for t in run.loss},
-      run.sent,
-      {t: t * time for t in run.loss},
-    ]
+    places = [{t: float(t * c.tokens_per_step) for t in run.loss}, run.sent]
     for panel, place in zip(panels, places):
       # On a logarithmic axis there is no place for 0.
       x = np.array([place.get(t) or math.nan for t in steps], dtype=float)
@@ -235,11 +185,9 @@ def draw(
       for t in filter(place.get, run.held_out):
         color = look["color"]
         panel.plot(place[t], run.held_out[t], "o", color=color, mec="black", ms=4)
-  for panel, name in zip(panels, names):
-    panel.set_xlabel(name)
+  panels[0].set_xlabel("tokens")
   panels[0].xaxis.set_major_formatter(EngFormatter(sep=""))
-  for panel in panels[1:]:
-    panel.set_xscale("log")
+  panels[1].set(xlabel="bytes sent by one replica", xscale="log")
   panels[0].set_ylabel("loss (nats per token)")
   return palette.legend(figure)
 
@@ -270,34 +218,28 @@ def compare(args: argparse.Namespace) -> None:
   """Prints the table, and writes the picture and the CSV file."""
   if args.out:
     command.check_picture(args.out, "compare.png")
-  across = wallclock.Network(args.gbits * 1e9, args.latency)
   folders = [remote.local_copy(place, "WORKDIR") for place in args.workdir]
   runs = named(read_all(folders))
   means = [mean_of(group) for group in joined(runs)]
-  seconds, notes = idealised(means, args.chips, across)
   print(table(runs) + "\n")
   warned = incomparable([run.basis for run in runs])
-  print("\n".join([*warned, *notes, *itertools.chain(*map(missing, runs))]))
+  print("\n".join([*warned, *itertools.chain(*map(missing, runs))]))
   out = args.out or folders[0] / "compare.png"
-  palette.save(lambda: draw(means, seconds, across), out)
+  palette.save(lambda: draw(means), out)
   remote.put_back(out)
   print(f"picture      {files.shown(out)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  low, path = wallclock.NETWORKS["low"], command.as_path
   parser = command.Parser(prog="python -m diloco compare", description=__doc__)
   add = parser.add_argument
   text = "--workdir of a run, or the folder of its site-0, site-1, ..."
   add("workdir", metavar="WORKDIR", type=command.as_place, nargs="+", help=text)
-  add("--out", type=path, help="picture to write; default compare.png in WORKDIR")
-  text = "chips of each run; default: enough for the largest"
-  add("--chips", type=command.in_range(2.0, 1e9), help=text)
-  gbits = low.bandwidth / 1e9
-  text = f"Gbit/s between replicas; default {gbits:g}"
-  add("--gbits", type=command.in_range(0.0), default=gbits, help=text)
-  text = f"seconds of latency between replicas; default {low.latency:g}"
-  add("--latency", type=command.in_range(0.0), default=low.latency, help=text)
+  add(
+    "--out",
+    type=command.as_path,
+    help="picture to write; default compare.png in WORKDIR",
+  )
   return command.guarded(compare, parser.parse_args(argv))
 
 

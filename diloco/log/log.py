@@ -24,7 +24,6 @@ from diloco.checkpoint.resume import DIVERGED
 from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.log import metrics
-from diloco.log.loss_picture import LossPicture
 from diloco.mesh import hardware
 from diloco.processes.peers import Peers
 from diloco.spec.schedule import reaches
@@ -78,7 +77,6 @@ class Log:
       if peers.index == 0
       else None
     )
-    self._picture = LossPicture(workdir, c)
     # All rates now: later, a device would compute a rate after the steps in flight.
     self._rates = np.asarray(learning_rate(c)(np.arange(c.train.steps)))
     # The launch that is not reported yet: steps, their metrics, and events.
@@ -125,13 +123,9 @@ class Log:
       self._bar.set_postfix_str(f"{text}, {self._bar.postfix}")
 
   def evaluation(self, t: int, values: dict[str, float]) -> None:
-    """Writes the results of an evaluation after step t, and draws loss.png again.
-
-    Call `flush` before, so that the picture has all steps.
-    """
+    """Writes the results of an evaluation after step t."""
     if self._writer:
       self._writer.write("eval", t, values)
-      self._picture.draw()
 
   def results(self, summary: dict[str, Any], text: str) -> None:
     """Writes generated text, unless it is empty; gives W&B the summary."""

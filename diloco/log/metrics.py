@@ -4,7 +4,6 @@ TensorBoard and Weights & Biases call a number by the same name, see `scalars`.
 """
 
 import json
-import math
 import pathlib
 import secrets
 import textwrap
@@ -160,17 +159,12 @@ def read_kinds(workdir: pathlib.Path, *kinds: str) -> Kinds:
     if kind == "step":
       if step <= newest:  # The run went on from an earlier step.
         for some in found.values():
-          drop_after((step, math.inf), some)
+          for later in [place for place in some if place[0] > step]:
+            del some[later]
       newest = step
     if kind in found:
       found[kind][step, record.get("fragment", 0)] = record
   return {kind: [rs[place] for place in sorted(rs)] for kind, rs in found.items()}
-
-
-def drop_after(place: Any, records: dict[Any, Any]) -> None:
-  """Drops what a run has written after a place to which it has gone back."""
-  for later in [other for other in records if other > place]:
-    del records[later]
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:

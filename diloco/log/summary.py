@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,20 +9,16 @@ from jax.sharding import Mesh
 
 from diloco.algorithm.method import Method
 from diloco.algorithm.state import TrainState, first_replica, replica_mean
-from diloco.config import Config, complete
-from diloco.config.comparable import basis, differing, model_fields
+from diloco.config import Config
 from diloco.data.contents import repeated
-from diloco.errors import ConfigError
 from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.log.log import Log
-from diloco.log.metrics import CONFIG
-from diloco.log.workdir import read_contents
 from diloco.model import attention, sampling
 from diloco.processes.peers import Peers
 from diloco.spec import sizes
 from diloco.spec.shapes import matrix_params, num_params
-from diloco.util import files, remote
+from diloco.util import files
 
 FILE = "summary.json"
 # Fewer syncs than this leave the outer parameters far behind the replicas.
@@ -71,10 +66,6 @@ def make(
   if c.eval.test_tokens:
     summary["test_loss"] = test
   summary |= method.account(summary)
-  if plain := baseline(c, log.contents):
-    above = 100 * (losses["outer"] / plain - 1)
-    text_above = f"{above:+.2f}% above {plain:.4f} of {c.log.baseline}, data-parallel"
-    summary["baseline"] = {"percent": above, "text": text_above}
   if log.peers.index == 0:
     files.write_json(log.workdir / FILE, summary)
     log.results(summary, text)
@@ -122,32 +113,6 @@ def _numbers(
     "attention": attention.choose(c.model, jax.devices()[0].device_kind),
     "jax": jax.__version__,
   }
-
-
-def baseline(c: Config, contents: Mapping[str, str]) -> float:
-  """Returns the held-out loss of the run in log.baseline; 0 if there is none.
-
-  Args:
-    contents: `diloco.data.contents` of this run.
-
-  Raises:
-    ConfigError: that is no finished data-parallel run of this model, tokens and text.
-  """
-  if not c.log.baseline:
-    return 0.0
-  folder = remote.local_copy(c.log.baseline, "log.baseline")
-  found = files.require_json(folder / FILE, "log.baseline")
-  config = complete(files.require_json(folder / CONFIG, "log.baseline"))
-  theirs = basis(config.to_dict(), read_contents(folder))
-  ours = basis(c.to_dict() | {"algorithm": "data_parallel"}, contents)
-  same = ("algorithm", "train.tokens", *model_fields(ours))
-  apart = differing(ours, theirs, *same)
-  for field, (value, of_baseline) in apart.items():
-    raise ConfigError(
-      f"log.baseline is {c.log.baseline}, where {field} is {of_baseline}, not {value};"
-      " give a data-parallel run of the same model, tokens and text."
-    )
-  return found["eval_loss"]["outer"]
 
 
 def note(c: Config) -> str:
@@ -238,7 +203,6 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     f"checkpoint   {files.shown(workdir / 'checkpoints')}",
     f"metrics      {files.shown(workdir / 'metrics.jsonl')}"
     + (" and tensorboard/" if (workdir / "tensorboard").is_dir() else ""),
-    f"loss curve   {files.shown(workdir / 'loss.png')}",
     f"summary      {files.shown(workdir / FILE)}",
   ]
   print("\n".join(lines))

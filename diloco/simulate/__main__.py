@@ -8,8 +8,6 @@ python -m diloco simulate utilisation --params=1B --layers=24 --step_time=0.1 --
 python -m diloco simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64
 python -m diloco simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64 \
   --config.overlap.tau=5
-python -m diloco simulate wallclock --params=1B --tokens=20B --batch_tokens=1048576 \
-  --replicas=2
 python -m diloco simulate memory --params=100B --layers=108
 python -m diloco simulate schedule --config=configs/sample.py --out=/tmp/schedule.png
 """
@@ -23,7 +21,7 @@ import sys
 
 from diloco.config.command_line import load_config
 from diloco.errors import ConfigError
-from diloco.simulate import arguments, memory, tables, wallclock
+from diloco.simulate import arguments, memory, tables
 from diloco.simulate.arguments import (
   OPTIONS,
   Answer,
@@ -31,10 +29,8 @@ from diloco.simulate.arguments import (
   Command,
   Option,
   assumed,
-  training,
   workload,
 )
-from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.simulate.limits import NO_ROUNDS
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.util import palette, shipped
@@ -82,9 +78,8 @@ def run(args: Args) -> None:
   elif args["overrides"]:
     field = args["overrides"][0].partition("=")[0]
     raise ConfigError(f"{field} needs a --config before it.")
-  for name in arguments.COUNTS:
-    if name in args:
-      args[name] = parse_count(args[name], f"--{name}")
+  if "params" in args:
+    args["params"] = parse_count(args["params"], "--params")
   data, text = command.run(args)
   print(json.dumps(data, default=dataclasses.asdict) if "json" in args else text)
 
@@ -122,19 +117,6 @@ def link(args: Args) -> Answer:
   return data, "\n".join(lines)
 
 
-def compare(args: Args) -> Answer:
-  run = training(args)
-  rows = wallclock.compare(run)
-  across = run.across
-  text = (
-    f"assumed: {run.nodes:,.4g} chips of {CHIP_FLOPS / 1e12:g} TFLOP/s, M ="
-    f" {run.replicas}, H = {run.sync_every}, {run.outer_bits:.3g} bits per outer and"
-    f" {run.bits:.3g} per inner gradient, {across.bandwidth / 1e9:g} Gbit/s and"
-    f" {across.latency:g} s of latency between datacentres"
-  )
-  return rows, f"{columns(rows)}\n{text}"
-
-
 def states(args: Args) -> Answer:
   """Answers how much memory parameters and optimizers need."""
   papers = {} if "config" in args else {"params": 100e9, "layers": 108}
@@ -168,7 +150,6 @@ def columns(rows: list[dict[str, float | str]]) -> str:
 
 _MODEL = "config chips peak_tflops mfu params layers step_time replicas link"
 _METHOD = f"{_MODEL} method sync_every fragment_size tau bits latency"
-_TRAINING = "params tokens batch_tokens replicas sync_every outer_bits network gbits"
 COMMANDS = {
   "table4": Command("Streaming DiLoCo's Table 4, ours against paper", table),
   "table6": Command("Scaling Laws' Table 6, ours against paper", table),
@@ -177,15 +158,6 @@ COMMANDS = {
   "figures": Command("draw all figures", draw, "out!"),
   "utilisation": Command("utilisation that a link reaches", link, f"{_METHOD} gbits!"),
   "bandwidth": Command("link that a utilisation needs", link, f"{_METHOD} target"),
-  "wallclock": Command(
-    "idealised hours, Appendix A of 2503.09799; H is 30 by default",
-    compare,
-    f"config {_TRAINING} latency",
-    {
-      "bits": Option("bits per inner gradient; default 16"),
-      "chips": Option("chips R; default one per 16,384 tokens of the batch, or more"),
-    },
-  ),
   "memory": Command(
     "bytes of parameters and optimizers; default 100B, 108 layers",
     states,

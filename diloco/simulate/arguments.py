@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from diloco.errors import ConfigError
-from diloco.simulate import from_config, wallclock
+from diloco.simulate import from_config
 from diloco.simulate.compute_time import MFU, PEAK_TFLOPS, step_time
-from diloco.simulate.limits import check
 from diloco.simulate.utilisation import LINKS, Workload
 from diloco.util.command import as_path
 
@@ -85,10 +84,6 @@ OPTIONS = {
   "latency": Option("seconds per reduction; default 0"),
   "gbits": Option("bandwidth of the link between replicas, Gbit/s"),
   "target": Option("utilisation to reach; default 0.95"),
-  "tokens": Option("training tokens D, such as 20B", str, "train.tokens"),
-  "batch_tokens": Option("tokens per inner step", str, "train.batch_size"),
-  "outer_bits": Option("bits per outer gradient; default 16", number, "wire.format"),
-  "network": Option("between datacentres: low (default), medium or high", str),
   "first": Option("first inner step to draw; default shortly before step H", whole),
   "last": Option("last inner step to draw; default one round later", whole),
   "out": Option("file or folder to write", as_path),
@@ -99,7 +94,6 @@ IGNORED = {
   "data_parallel": ("sync_every", "fragment_size", "tau"),
   "diloco": ("fragment_size", "tau"),
 }
-COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
 
 
 def workload(args: Args) -> Workload:
@@ -121,19 +115,6 @@ def workload(args: Args) -> Workload:
   fields = {"bits": 4, "tau": 1, "fragment_size": min(3, args["layers"])}
   fields |= fields_of(Workload, args)
   return Workload.of_equal_layers(args["params"], args["layers"], **fields)
-
-
-def training(args: Args) -> wallclock.Training:
-  """Makes the training run that a config or plain numbers describe."""
-  check("network", args.get("network", "low"), wallclock.NETWORKS)
-  network = wallclock.NETWORKS[args.get("network", "low")]
-  gbits = args.get("gbits", network.bandwidth / 1e9)
-  across = wallclock.Network(gbits * 1e9, args.get("latency", network.latency))
-  fields = fields_of(wallclock.Training, args) | {"across": across}
-  if "config" in args:
-    return from_config.training(args["config"], **fields)
-  require(args, "params", "tokens", "batch_tokens", "replicas")
-  return wallclock.Training(**fields)
 
 
 def assumed(args: Args, work: Workload, more: str = "") -> list[str]:

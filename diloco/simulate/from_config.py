@@ -1,17 +1,15 @@
-"""Turns a config into the workload, or the training run, that the simulators take.
+"""Turns a config into the workload that the simulators take.
 
 Shapes, wire sizes and the schedule are those of the trainer.
 """
 
 import dataclasses
 import math
-from typing import Any
 
 from diloco.config import Config
-from diloco.simulate import wallclock
 from diloco.simulate.utilisation import Workload
 from diloco.spec import sizes
-from diloco.spec.shapes import leaves, matrix_params, num_params, parameters
+from diloco.spec.shapes import leaves, num_params, parameters
 
 
 def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
@@ -45,26 +43,6 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
     plan=(schedule, layers) if synced else None,
     exchange=c.wire.exchange,
   )
-
-
-def training(c: Config, **fields: Any) -> wallclock.Training:
-  """Makes the training run of a config; `fields` are the other fields of Training.
-
-  N is the papers', without positions and norms. Bits per N include these.
-  """
-  n = matrix_params(c.model)
-  sent = num_params(c.model) / n
-  given: dict[str, Any] = {
-    "params": n,
-    "tokens": c.train.tokens,
-    "batch_tokens": c.tokens_per_step,
-    "replicas": c.replicas,
-    "sync_every": c.sync_every,
-    "bits": gradient_bits(c) * sent,
-  }
-  if c.make_fragments():
-    given["outer_bits"] = wire_bits(c) * sent
-  return wallclock.Training(**(given | fields))
 
 
 def gradient_bits(c: Config) -> int:

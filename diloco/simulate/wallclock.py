@@ -134,14 +134,3 @@ def communication_time(run: Training) -> float:
 def total_time(run: Training) -> float:
   """Returns compute plus communication time, in seconds (A.3)."""
   return compute_time(run) + communication_time(run)
-
-
-def compare(run: Training) -> list[dict[str, float | str]]:
-  """Returns the hours of a run with each of METHODS; `run.method` is ignored."""
-  names = ("compute_hours", "communication_hours", "hours")
-  rows: list[dict[str, float | str]] = []
-  for method in METHODS:
-    one = dataclasses.replace(run, method=method)
-    seconds = (compute_time(one), communication_time(one), total_time(one))
-    rows.append({"method": method} | {k: s / 3600 for k, s in zip(names, seconds)})
-  return rows

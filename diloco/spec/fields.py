@@ -351,9 +351,6 @@ class LogConfig:
   sample_tokens: Count = 64
   # Sampling temperature of the tokens after `prompt`. 0: greedy.
   temperature: NonNegative = 0.8
-  # Folder of a finished data-parallel run of the same model, tokens and text: the end
-  # of this run says how far its loss is above that one. Empty: none.
-  baseline: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,6 @@ from diloco.config import changed, resolve
 from diloco.config.comparable import HELD_OUT, incomparable
 from diloco.contrib.sites.calendar import config_of
 from diloco.log import read_run
-from diloco.simulate import wallclock
-from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.wire.ledger import gradient_bytes
 
 
@@ -137,19 +135,6 @@ def test_runs_of_a_sweep_are_named_by_what_differs(tmp_path):
   assert [run.name for run in again] == [f"my {name}" for name in names]
 
 
-def test_idealised_times_are_those_of_the_wall_clock_model(two):
-  runs = [read_run.read(folder, folder.name) for folder in two]
-  network = wallclock.Network(1e9, 0.5)
-  seconds, notes = compare.idealised(runs, 8, network)
-  assert "8 chips of 300 TFLOP/s, 1 Gbit/s and 0.5 s" in notes[0]
-  # Per step: 6 N D / (R Q), and 2 bits / W (1 - 1/R) + latency.
-  params = gradient_bytes(runs[1].config) / 4
-  step = 6 * params * 64 / (8 * CHIP_FLOPS)
-  exchange = 2 * 32 * params / 1e9 * (1 - 1 / 8) + 0.5
-  assert seconds["plain"] == pytest.approx(step + exchange)
-  assert seconds["streaming"] < 0.2  # One latency in four steps.
-
-
 def test_the_peak_has_the_averages_that_the_run_counted(tmp_path):
   assert read_run.read(make_run(tmp_path / "a", config(), peak=170), "a").peak == 170
   assert read_run.read(make_run(tmp_path / "b", config(), peak=70), "b").peak == 100
@@ -182,7 +167,6 @@ def test_the_command_writes_the_picture(two, tmp_path, capsys):
     (["{0}/none"], "has no metrics.jsonl (did you mean"),
     (["{0}", "--out=x.what"], "--out is 'x.what'; give a file such as compare.png"),
     (["{0}", "--out={0}/a.png"], "a.png'; give a file such as compare.png"),
-    (["{0}", "--gbits=0"], "bandwidth is 0.0, but must be above 0"),
   ],
 )
 def test_mistakes_are_told_in_one_sentence(two, capsys, args, message):

@@ -1,20 +1,14 @@
 """The summary: rarely synchronised fragments, and the loss on the test text."""
 
-import json
-import re
-
 import jax
 import pytest
 
-from diloco.config import changed, resolve
-from diloco.config.comparable import HELD_OUT
+from diloco.config import resolve
 from diloco.data import make_eval_set
-from diloco.errors import ConfigError
 from diloco.evaluate import heldout
 from diloco.interop.load import load
 from diloco.log import summary
 from diloco.train import train
-from diloco.util import files
 
 
 @pytest.mark.parametrize(
@@ -68,59 +62,3 @@ def test_the_test_loss_is_that_of_the_final_parameters_on_the_test_text(tiny, tm
   assert found["test_loss"]["outer"] == pytest.approx(test.loss, rel=1e-6)
   assert abs(own.loss - test.loss) > 1e-3
   assert len({*found["test_loss"].values()}) == 3  # Outer, mean and first differ.
-
-
-@pytest.fixture
-def plain(tiny, tmp_path):
-  """The folder of a data-parallel run with the loss 2.0."""
-  c = changed(resolve(tiny), {"algorithm": "data_parallel"})
-  files.write_json(tmp_path / "plain" / "config.json", c.to_dict())
-  losses = {"eval_loss": {"outer": 2.0}}
-  files.write_json(tmp_path / "plain" / summary.FILE, losses)
-  return tmp_path / "plain"
-
-
-def test_the_loss_of_the_baseline(tiny, plain):
-  assert summary.baseline(resolve(tiny), {}) == 0
-  tiny.log.baseline = str(plain)
-  tiny.model.remat = "dots"  # As the rates, it makes no other model.
-  assert summary.baseline(resolve(tiny), {}) == 2.0
-
-
-@pytest.mark.parametrize(
-  ("field", "value", "said"),
-  [
-    ("algorithm", "diloco", "where algorithm is diloco, not data_parallel"),
-    ("train.steps", 5, "where train.tokens is 320, not 768"),
-    ("eval.tokens", 5, "where eval.tokens is 5, not"),
-    ("data.source", "tfds:c4/en:3.1.0", "where data.source is tfds:c4/en:3.1.0, not"),
-    ("data.eval_source", "files:/x", "where data.eval_source is files:/x, not sotu"),
-    ("data.tokenizer", "/x.model", "where data.tokenizer is /x.model, not sotu_2048"),
-    ("model.seq_len", 32, "where model.seq_len is 32, not 16"),
-    ("model.num_layers", 4, "where model.num_layers is 4, not 3"),
-    ("", {HELD_OUT: "123"}, "where the content of data.eval_source is 123, not "),
-  ],
-)
-def test_a_baseline_that_cannot_be_compared_is_refused(tiny, plain, field, value, said):
-  theirs = json.loads((plain / "config.json").read_text())
-  group, _, name = field.rpartition(".")
-  (theirs[group] if group else theirs)[name] = value
-  if field == "model.seq_len":  # As many tokens in half as many steps.
-    theirs["train"]["steps"] = 6
-  if field:
-    files.write_json(plain / "config.json", theirs)
-  else:
-    files.write_json(plain / "contents.json", value)
-  tiny.log.baseline = str(plain)
-  with pytest.raises(ConfigError, match=re.escape(said)):
-    train(tiny, plain.parent / "run")
-  assert not (plain.parent / "run").exists()
-
-
-@pytest.mark.integration("a whole run")
-def test_a_run_says_how_far_it_is_above_the_baseline(tiny, plain, tmp_path, capsys):
-  tiny.log.baseline = str(plain)
-  found = train(tiny, tmp_path / "run")
-  above = 100 * (found["eval_loss"]["outer"] / 2 - 1)
-  assert found["baseline"]["percent"] == pytest.approx(above)
-  assert f"baseline     {above:+.2f}% above 2.0000 of" in capsys.readouterr().out

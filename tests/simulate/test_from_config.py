@@ -96,10 +96,6 @@ def test_an_answer_has_units_and_what_is_assumed(capsys):
   assert f"{num_params(c.model):,} parameters" in lines["assumed"]
   assert command.main([*args[:2], "--step_time=2"]) == 0
   assert "\nstep         2 s of compute\n" in capsys.readouterr().out
-  assert command.main(["wallclock", f"--config={CONFIG}"]) == 0
-  said = capsys.readouterr().out.splitlines()[-1]
-  assert said.startswith("assumed: 16 chips of 300 TFLOP/s, M = ")
-  assert said.endswith("10 Gbit/s and 0.01 s of latency between datacentres")
 
 
 def test_fields_are_set_as_for_the_trainer(capsys):
@@ -126,16 +122,13 @@ GIVEN = {
       (f"bandwidth {{}} --{name}=2", f"--config gives {name}; set {field} instead")
       for name, field in GIVEN.items()
     ),
-    ("wallclock {} --tokens=1e9", "set --config.train.tokens instead."),
-    ("wallclock {} --outer_bits=4", "set --config.wire.format instead."),
-    ("wallclock {} --network=fast", "network is 'fast', but must be one of high, med"),
     ("bandwidth {} --chips=2 --step_time=1", "--chips needs a --config, and no --step"),
     ("bandwidth --mfu=1", "--mfu needs a --config, and no --step_time"),
     ("bandwidth --method=diloco --tau=1", "--method=diloco ignores --tau; leave it ou"),
     ("bandwidth {} --config.sed=1", "--config.sed is no field (did you mean seed?)"),
     ("bandwidth {}", "--chips is missing; give the number of chips of all replicas"),
     ("bandwidth {} --chips=2 --mfu=5", "mfu is 5.0, but must be above 0 and at most 1"),
-    ("wallclock --tokens=-1", "--tokens is '-1'; write one such as 35M, 2.4B or 4e9"),
+    ("bandwidth --params=-1", "--params is '-1'; write one such as 35M, 2.4B or 4e9"),
     ("figure c10 --out=/proc/none", "--out is '/proc/none', where nothing can"),
   ],
 )

@@ -1,17 +1,13 @@
 """Tests the wall-clock model against Appendix A by hand, Table 1 and the figures."""
 
 import dataclasses
-import json
 import math
 import pathlib
 
 import pytest
 
-from diloco.config.command_line import load_config
-from diloco.simulate import __main__ as command
-from diloco.simulate import figures, from_config, tables
+from diloco.simulate import figures, tables
 from diloco.simulate import wallclock as wc
-from diloco.spec import shapes
 
 LOW, HIGH = wc.NETWORKS["low"], wc.NETWORKS["high"]
 
@@ -63,32 +59,6 @@ def test_outer_bits_and_chips_by_hand():
   outer = 2 * 4e9 / 10e9 * (1 - 1 / 128) + 0.01
   assert wc.communication_time(run) == pytest.approx(steps * (inner + outer / 30))
   assert wc.compute_time(run) == pytest.approx(6 * 20e18 / (128 * 300e12))
-
-
-def test_the_command(capsys):
-  plain = ["--params=1e9", "--tokens=2e10", "--batch_tokens=1048576", "--json"]
-  link = ["--gbits=1", "--latency=0.1"]
-  assert command.main(["wallclock", *plain, "--replicas=4", *link]) == 0
-  rows = json.loads(capsys.readouterr().out)
-  assert [row["method"] for row in rows] == list(wc.METHODS)
-  run = wc.Training(1e9, 2e10, 2**20, replicas=4, across=wc.Network(1e9, 0.1))
-  assert rows[1]["hours"] == pytest.approx(wc.total_time(run) / 3600)
-  assert command.main(["wallclock", *plain]) == 2
-  assert "--replicas is missing; give it, or a --config" in capsys.readouterr().err
-
-  config = pathlib.Path(__file__).parents[2] / "configs" / "chinchilla.py"
-  assert command.main(["wallclock", f"--config={config}:1.3B,M=2,H=100"]) == 0
-  text = capsys.readouterr().out.splitlines()
-  assert len(text) == 2 + len(wc.METHODS)  # The header, and what is assumed.
-  assert text[0].split() == ["method", "compute_hours", "communication_hours", "hours"]
-  c = load_config(f"{config}:1.3B,M=2,H=100")
-  run = from_config.training(c)
-  assert (run.replicas, run.sync_every) == (2, 100)
-  assert run.params == shapes.matrix_params(c.model) < shapes.num_params(c.model)
-  sent = (4 + 8 / 128) * shapes.num_params(c.model)
-  assert run.outer_bits * run.params == pytest.approx(sent, rel=1e-5)
-  hours = wc.total_time(run) / 3600
-  assert float(text[2].split()[-1]) == pytest.approx(hours, rel=1e-3)
 
 
 def test_table_1_hours():

@@ -19,7 +19,7 @@ from diloco.config import Config
 from diloco.contrib.diagnostics import Diagnostics
 from diloco.errors import ConfigError
 from diloco.log import metrics, workdir
-from diloco.log.loss_picture import line, points, running_mean, smoothed
+from diloco.log.curves import line, points, running_mean, smoothed
 from diloco.log.workdir import title
 from diloco.util.command import Parser, as_path, check_picture, guarded
 from diloco.util.palette import COLORS, OTHERS, PAGE, save, shades
