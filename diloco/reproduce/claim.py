@@ -129,7 +129,7 @@ def rows(
   cells: Mapping[str, Sequence[Search]],
   hours: Callable[[Sequence[Search]], float],
 ) -> list[Row]:
-  """Makes the rows of claims that runs decide; page.md says what the numbers mean.
+  """Makes the rows of claims that runs decide; docs/claims.md explains the numbers.
 
   A claim has no verdict before all runs that it asks for have ended: the best of some
   rates is not the best of all.

@@ -16,7 +16,6 @@ import numpy as np
 import scipy.special
 
 from diloco.reproduce.claim import CONTRADICTED, SHOWN, Row
-from diloco.reproduce.comparison import markdown
 from diloco.scaling_laws import optimum, paper, parametric
 from diloco.scaling_laws import tables as laws
 from diloco.simulate import tables, wallclock
@@ -49,13 +48,6 @@ def rows() -> list[Row]:
     row = {"here": here, "cost": cost, "verdict": result}
     claims.append({"choice": "", "command": "-", **claim, **row})
   return claims
-
-
-def choices() -> list[str]:
-  """Lists what a paper contradicts, and what this code does."""
-  wrong = [row for row in rows() if row["verdict"] == INCONSISTENT]
-  keys = ("claim", "source", "paper", "here", "choice")
-  return markdown({key: [row[key] for row in wrong] for key in keys})
 
 
 def verdict(here: str, is_so: bool) -> Result:

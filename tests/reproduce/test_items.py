@@ -15,7 +15,7 @@ from diloco.simulate import __main__ as simulate
 from diloco.simulate import figures
 
 ROOT = pathlib.Path(__file__).parents[2]
-with reproduce.ITEMS.open() as file:
+with (ROOT / "diloco/reproduce/items.csv").open() as file:
   ROWS = [*csv.DictReader(file)]
 KINDS = {"simulated", "fitted", "counted", "trained", "code", "missing"}
 

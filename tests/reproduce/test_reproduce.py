@@ -89,7 +89,7 @@ def test_the_page_has_all_claims_and_keeps_finished_runs(tmp_path, monkeypatch, 
   assert reproduce.main([*flags, "--list"]) == 0
   listed = capsys.readouterr().out.splitlines()
   # The run of `evaluated` is that of tau = 1 with alpha = 0.
-  assert listed[2:4] == ["| tau | 0 | 24 | 1 |", "| evaluated | 0 | 0 | 0 |"]
+  assert listed[2:4] == ["| tau | 0 | 24 |", "| evaluated | 0 | 0 |"]
   assert not list(tmp_path.iterdir())
   some = [*flags[1:], "--text=arrays:/none"]
   assert reproduce.main([*some, "--list"]) == 0  # Needs no folder and no text.
@@ -142,15 +142,10 @@ def test_failed_runs_are_run_again_when_asked(tmp_path, monkeypatch):
   assert "\n2 runs, 0 failed" in (tmp_path / "reproduced.md").read_text()
 
 
-def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
+def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch):
   monkeypatch.setattr(reproduce, "Local", Fake)
   Fake.started = 0
   flags = [f"--out={tmp_path}", "--only=fedpart,ladder", "--seeds=2", "--jobs=99"]
-  assert reproduce.main([*flags, "--list"]) == 0
-  listed = capsys.readouterr().out.splitlines()
-  # Four algorithms of six sizes, two seeds each that do not tune: at least 48 runs.
-  ladder = next(line for line in listed if line.startswith("| ladder | 0 |"))
-  assert int(ladder.split("|")[3]) > 48
   assert reproduce.main(flags) == 0
   configs = [json.loads(p.read_text()) for p in tmp_path.glob("runs/*/config.json")]
   widths = {32: 0, 48: 0, 56: 0, 64: 0, 80: 0, 96: 0}
