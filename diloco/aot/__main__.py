@@ -2,12 +2,10 @@
 
 python -m diloco aot --config=configs/chinchilla.py:1.3B --topology=v5e:4x4 --slices=2
 python -m diloco aot --config=configs/chinchilla.py:1.3B --topology=h100:8 --slices=2
-python -m diloco aot --config=configs/chinchilla.py:1.3B --topology=v5e --slices=2
 
 The first command prints memory, compile time, bytes between replicas and overlap of
-each program on two slices, the second on two nodes of eight GPUs. The third command
-finds the smallest slices on which training fits. TPUs need the extra `tpu`, GPUs the
-extra `gpu-aot`; see docs/aot.md.
+each program on two slices, the second on two nodes of eight GPUs. TPUs need the extra
+`tpu`, GPUs the extra `gpu-aot`; see docs/aot.md.
 """
 
 from absl import flags
@@ -19,8 +17,7 @@ _CONFIG = command_line.define_config()
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
   None,
-  "Chip and grid, as v5e:16x16; GPU and number in a node, as h100:8; or a chip or GPU"
-  " alone, to find the smallest.",
+  "Chip and grid, as v5e:16x16; or GPU and number in a node, as h100:8.",
 )
 _SLICES = flags.DEFINE_integer(
   "slices",
@@ -35,11 +32,9 @@ _QUICK = flags.DEFINE_bool(
 
 def main(_: list[str]) -> None:
   look_for_no_device()
-  from diloco.aot.report import find, report
+  from diloco.aot.report import report
 
-  topology = str(_TOPOLOGY.value)
-  run = report if ":" in topology else find
-  for line in run(_CONFIG.value, topology, _SLICES.value, _QUICK.value):
+  for line in report(_CONFIG.value, str(_TOPOLOGY.value), _SLICES.value, _QUICK.value):
     print(line, flush=True)
 
 

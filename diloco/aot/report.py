@@ -1,18 +1,16 @@
-"""Reports a dry run: all programs on one topology, or the smallest slices that fit."""
+"""Reports a dry run: all programs on one topology."""
 
 import math
 import re
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from diloco.aot import hlo
-from diloco.aot.programs import Program, Programs, nbytes
-from diloco.aot.topology import GPUS, TOPOLOGIES, describe, make_mesh
-from diloco.config import Config, changed, resolve
+from diloco.aot.programs import Program, Programs
+from diloco.aot.topology import GPUS, describe, make_mesh
+from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.mesh import hardware, memory
 from diloco.model import attention
@@ -20,10 +18,6 @@ from diloco.spec.shapes import flops_per_token, num_params
 from diloco.util.command import one_line
 
 Lines = Iterator[str]
-
-
-class TooLarge(ConfigError):
-  """A program needs more memory than a device has."""
 
 
 def report(config: ConfigDict, topology: str, slices: int, quick: bool) -> Lines:
@@ -83,49 +77,6 @@ def report(config: ConfigDict, topology: str, slices: int, quick: bool) -> Lines
   yield f"most memory on one device: {_size(most)} of {_size(hbm)}, {fits}"
 
 
-def find(config: ConfigDict, chip: str, slices: int, quick: bool) -> Lines:
-  """Yields one line per attempt, smallest slices first, until all programs fit.
-
-  train.accumulate starts at the config's value and doubles while that helps. Nothing is
-  compiled if the state alone does not fit.
-
-  Args:
-    config: fields of `default_config`.
-    chip: a key of `TOPOLOGIES`.
-    slices: number of slices.
-    quick: as in `Programs.compile`.
-
-  Raises:
-    ConfigError: there is no such chip, nothing fits, or `quick` is set for GPUs.
-  """
-  if chip not in TOPOLOGIES:
-    known = ", ".join(TOPOLOGIES)
-    raise ConfigError(f"--topology={chip} is no chip; choose {known}, or add a grid.")
-  _check_quick(chip, quick)
-  for grid in TOPOLOGIES[chip]:
-    where = f"{slices} x {chip}:{grid}"
-    devices = describe(f"{chip}:{grid}", slices)
-    hbm, c = _memory(devices), resolve(config)
-    accumulate, state = c.train.accumulate, 0
-    while state <= hbm:
-      try:
-        c = changed(c, {"train.accumulate": accumulate})
-        programs = Programs(c, make_mesh(c, devices))
-      except ConfigError as error:
-        yield f"{where}: {error}"
-        break
-      state = sum(programs.on_device.values())
-      fits, result = _try(c, programs, hbm, quick)
-      yield f"{where}, train.accumulate={accumulate}: {result}"
-      if fits:
-        return
-      accumulate *= 2
-  place = "node" if chip in GPUS else "slice"
-  raise ConfigError(
-    f"no {chip} {place} fits; shard more (mesh.fsdp) or lower the batch."
-  )
-
-
 def _check_quick(topology: str, quick: bool) -> None:
   if quick and topology.partition(":")[0] in GPUS:
     raise ConfigError(
@@ -134,35 +85,11 @@ def _check_quick(topology: str, quick: bool) -> None:
     )
 
 
-def _try(c: Config, programs: Programs, hbm: int, quick: bool) -> tuple[bool, str]:
-  """Returns whether all programs fit, and the largest program or the reason.
-
-  Raises:
-    ConfigError: XLA refuses a program, but not for its memory.
-  """
-  state, gradients = sum(programs.on_device.values()), nbytes(programs.state.params)
-  if state > hbm:
-    return False, f"the state alone takes {_size(state)}"
-  if state + gradients + activations(c, programs.mesh) > hbm:
-    return False, "activations do not fit beside the state"
-  totals: dict[str, int] = {}
-  try:
-    for x in _compile(programs, quick):
-      if x.total > hbm:
-        return False, f"{x.name} does not fit, {_size(x.total)} of {_size(hbm)}"
-      totals[x.name] = x.total
-  except TooLarge as error:
-    return False, str(error)
-  largest = max(totals, key=totals.__getitem__)
-  return True, f"fits, {_size(totals[largest])} of {_size(hbm)} in {largest}"
-
-
 def _compile(programs: Programs, quick: bool) -> Iterator[Program]:
   """Compiles one program after another.
 
   Raises:
-    TooLarge: XLA refuses a program, because it needs too much memory.
-    ConfigError: XLA refuses a program for another reason.
+    ConfigError: XLA refuses a program, perhaps because it needs too much memory.
   """
   for name in programs.lower:
     try:
@@ -170,16 +97,8 @@ def _compile(programs: Programs, quick: bool) -> Iterator[Program]:
     except jax.errors.JaxRuntimeError as error:
       needed, text = _needed(error), one_line(error)[:200]
       if needed or memory.explain(error):
-        raise TooLarge(f"{name} does not fit: {needed or text}") from error
+        raise ConfigError(f"{name} does not fit: {needed or text}") from error
       raise ConfigError(f"XLA refuses {name}: {text}") from error
-
-
-def activations(c: Config, mesh: Mesh) -> int:
-  """Returns the least bytes that a backward pass keeps: the inputs of all blocks."""
-  # The sequences of a step are divided among all devices, with data-parallel too.
-  rows = c.train.batch_size // (mesh.size * c.train.accumulate)
-  width = jnp.dtype(c.model.dtype).itemsize * c.model.dim
-  return rows * c.model.seq_len * width * c.model.num_layers
 
 
 def _listed(parts: dict[str, int]) -> str:
