@@ -5,9 +5,6 @@ from diloco.simulate.limits import check
 from diloco.spec.fields import Range
 from diloco.spec.shapes import flops_per_token
 
-# Q of Scaling Laws (2503.09799), FLOP/s per chip: between half the peak of TPU v5e and
-# half the peak of v6e (A.3).
-CHIP_FLOPS = 300e12
 # Defaults of the simulators: the peak of a TPU v5e, and the share that a run reaches.
 PEAK_TFLOPS, MFU = 197, 0.4
 
@@ -40,8 +37,3 @@ def papers_step_time(step_time: float, layers: int) -> float:
   DiLoCo. With nodes of T / (3 L - 1), three cells differ.
   """
   return step_time * (3 * layers - 1) / (3 * layers)
-
-
-def training_time(params: float, tokens: float, chips: float) -> float:
-  """Returns 6 N D / (R Q): the seconds of a whole run in Scaling Laws (A.1)."""
-  return 6 * params * tokens / (chips * CHIP_FLOPS)
