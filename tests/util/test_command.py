@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.cli import compare, generate, launch_local, train_tokenizer
+from diloco.cli import generate, launch_local, train_tokenizer
 from diloco.simulate import __main__ as simulate
 from diloco.sweep import job
 from diloco.util.command import meant
@@ -63,8 +63,6 @@ def test_a_wrong_flag_or_command_gets_a_suggestion(main, args, end, capsys):
 @pytest.mark.parametrize(
   ("main", "args"),
   [
-    (compare.main, "run --gbits=inf"),
-    (compare.main, "run --latency=inf"),
     (generate.main, "--workdir=run --temperature=1e300"),
     (launch_local.main, "-n 2 --devices=-1 -- --config=sample"),
     (launch_local.main, "-n 200000 -- --config=sample"),

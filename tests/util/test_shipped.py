@@ -107,7 +107,7 @@ def test_all_commands_are_listed_without_jax(tmp_path):
   assert has_jax == "False"
   told = {line.split()[0]: line.split()[1:] for line in lines if line[:2] == "  "}
   assert next(iter(told)) == "main"
-  wanted = {"figures", "aot", "generate", "prepare_data", "launch_local", "reproduce"}
+  wanted = {"compare", "aot", "generate", "prepare_data", "launch_local", "reproduce"}
   assert wanted < set(told)
   assert all(told.values())
   assert max(map(len, lines)) <= 110
