@@ -117,7 +117,7 @@ def find_part(c: Config) -> Callable[[Any], Any] | None:
   Raises:
     ConfigError: the flags cannot work, or the group has another config.
   """
-  transport = plugins.TRANSPORTS[c.overlap.transport]
+  transport = plugins.transport(c.overlap.transport)
   if (FLAGS.site is None) != (FLAGS.group is None):
     raise ConfigError(
       f"--site is {FLAGS.site} and --group is {FLAGS.group}; give both, or none."

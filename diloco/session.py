@@ -352,7 +352,7 @@ def open_session(
   c = config if isinstance(config, Config) else resolve(config)
   if part:
     c = part.own_config()
-  elif needs := plugins.TRANSPORTS[name := c.overlap.transport].needs:
+  elif needs := plugins.transport(name := c.overlap.transport).needs:
     raise ConfigError(f"overlap.transport is {name}, which needs {needs}.")
   workdir = remote.local_copy(workdir, "workdir", writes=True)
   return open_runs([Run(c, workdir, peers or Peers())], part=part, hooks=hooks)

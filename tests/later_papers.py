@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from diloco.algorithm import optimizers
 from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Count
 from diloco.spec.plugins import Average
@@ -61,7 +60,7 @@ def median(delta_M, weights_M):
   return jax.tree.map(lambda x_M: jnp.median(x_M, axis=0), delta_M)
 
 
-plugins.MEANS["median"] = median
-plugins.register("mixing", Mixing)
-plugins.register("calm", Calm)
-optimizers.OWN["outer.optimizer"]["signed"] = signed
+plugins.register("outer.average", "median", median)
+plugins.register("fields", "mixing", Mixing)
+plugins.register("fields", "calm", Calm)
+plugins.register("outer.optimizer", "signed", signed)

@@ -10,9 +10,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from diloco.model import loss, registry
+from diloco.model import loss
 from diloco.spec import sizes
-from diloco.spec.shapes import BOS_ID
+from diloco.spec.plugins import Compressor, register
+from diloco.spec.shapes import BOS_ID, Architecture
 from diloco.wire import compressors
 
 
@@ -45,12 +46,12 @@ def encode_feedback(wire, x_NxS, state, row, key):
   return code, x_NxS - decode_feedback(wire, code, *x_NxS.shape, row)
 
 
-decode_feedback = compressors.COMPRESSORS["quantize"].decode
+decode_feedback = compressors.get("quantize").decode
 
-signs = compressors.Compressor(encode_signs, decode_signs, size_signs)
-compressors.register("signs", signs)
+signs = Compressor(encode_signs, decode_signs, size_signs)
+register("wire.compressor", "signs", signs)
 own = encode_feedback, decode_feedback, sizes.quantize, jnp.zeros_like
-compressors.register("feedback", compressors.Compressor(*own))
+register("wire.compressor", "feedback", Compressor(*own))
 
 
 class Bigram:
@@ -104,4 +105,4 @@ class Bigram:
     return Bigram._logits(params, ids)[:, 0], cache
 
 
-registry.register("bigram", Bigram, Bigram.parameters)
+register("model.name", "bigram", Architecture(Bigram, Bigram.parameters))

@@ -62,7 +62,7 @@ def can_update(wire: WireConfig, outer: Outer, mesh: Mesh) -> bool:
 
 
 def _can_decode(wire: WireConfig, mesh: Mesh) -> bool:
-  scaled = wire.format not in {*formats.PLAIN, *plugins.FORMATS}
+  scaled = wire.format not in {*formats.PLAIN, *plugins.NAMES["wire.format"]}
   return sizes.coder(wire.compressor) == "quantize" and scaled and bool(_most(mesh))
 
 

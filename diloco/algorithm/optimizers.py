@@ -2,15 +2,13 @@
 
 `inner.optimizer` and `outer.optimizer` name an optimizer of optax or optax.contrib with
 keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov=True)".
-`OWN` has, for each of the two fields, the optimizers that optax lacks, or that can do
-more here than in optax. Plug-ins add theirs.
+A plug-in may register others for each of the two fields.
 """
 
 import inspect
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +23,12 @@ from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, Leading
 from diloco.spec.call_text import parse
 from diloco.spec.fields import OuterConfig
-from diloco.spec.plugins import hint
+from diloco.spec.plugins import NAMES, hint
 from diloco.util.command import meant
 from diloco.util.types import PyTree
 
 # A config that names an outer optimizer, or a transformation of optax.
 Outer: TypeAlias = OuterConfig | optax.GradientTransformation
-
-
-OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
-  "inner.optimizer": {},
-  "outer.optimizer": {},
-}
 # Arguments of optax's optimizers that weigh the past against a new gradient.
 _DECAY_RATES = {"momentum", "b1", "b2", "b3", "beta"}
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
@@ -190,7 +182,7 @@ def outer_shardings(outer: Outer, theta: PyTree, mesh: Mesh) -> tuple[PyTree, Py
 
 
 def _make(
-  field: str,
+  field: Literal["inner.optimizer", "outer.optimizer"],
   text: str,
   rate: optax.ScalarOrSchedule,
   decay: jax.Array | float | None = None,
@@ -214,7 +206,7 @@ def _make(
       )
   if momentum is not None:
     arguments["momentum"] = momentum
-  factory = OWN[field].get(name) or getattr(optax.contrib, name, None)
+  factory = NAMES[field].get(name) or getattr(optax.contrib, name, None)
   factory = factory or getattr(optax, name, None)
   known = inspect.signature(factory).parameters if callable(factory) else {}
   if factory is None or "learning_rate" not in known:

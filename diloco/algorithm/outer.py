@@ -155,7 +155,7 @@ def _update(
 
 def average(delta_M: PyTree, weights_M: jax.Array | None, outer: Outer) -> PyTree:
   """Averages outer gradients over the replicas as `outer.average` says."""
-  own = plugins.MEANS.get(getattr(outer, "average", "mean"))
+  own = plugins.NAMES["outer.average"].get(getattr(outer, "average", "mean"))
   plain = partial(mean, weights_M=weights_M)
   return own(delta_M, weights_M) if own else jax.tree.map(plain, delta_M)
 

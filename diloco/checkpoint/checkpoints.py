@@ -181,7 +181,7 @@ class Checkpoints:
     """
     self._check(record, step)
     method = self._method.after_drain(record.drained)
-    is_part = plugins.TRANSPORTS[record.config["overlap"]["transport"]].needs
+    is_part = plugins.transport(record.config["overlap"]["transport"]).needs
     return method.abstract(step, record.fsdp, drained=record.finished or bool(is_part))
 
   def _check(self, record: Record, step: int) -> str:

@@ -162,7 +162,7 @@ def _extension(old: Config, c: Config, step: int) -> str:
 def coded_by_shard(c: Config) -> bool:
   """Whether each shard is coded by itself, so that mesh.fsdp changes the codes."""
   plain = coder(c.wire.compressor) == "quantize" and c.wire.format in PLAIN
-  same = plain or plugins.TRANSPORTS[c.overlap.transport].needs  # As `contrib/sites`.
+  same = plain or plugins.transport(c.overlap.transport).needs  # As `contrib/sites`.
   return not same and bool(c.make_fragments())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco.config import combinations
 from diloco.errors import ConfigError
-from diloco.spec import plugins, shapes, sizes
+from diloco.spec import plugins, sizes
 from diloco.spec.call_text import LARGEST_FLOAT
 from diloco.spec.fields import Config, Range
 from diloco.util.command import meant
@@ -154,12 +154,14 @@ def check_names(c: Config) -> None:
   """Refuses names that nothing has registered."""
   sizes.check(c.wire)
   # Another config may have loaded a plug-in whose fields this one lacks.
-  own, groups = c.model.extensions, plugins.EXTENSIONS
-  models = [name for name in shapes.ARCHITECTURES if own or name not in groups]
+  own, names = c.model.extensions, plugins.NAMES
+  models = [name for name in names["model.name"] if own or name not in names["fields"]]
   plugins.check_name("model.name", c.model.name, models)
-  plugins.check_name("outer.average", c.outer.average, ("mean", *plugins.MEANS))
   plugins.check_name(
-    "overlap.transport", c.overlap.transport, tuple(plugins.TRANSPORTS)
+    "outer.average", c.outer.average, ("mean", *names["outer.average"])
+  )
+  plugins.check_name(
+    "overlap.transport", c.overlap.transport, names["overlap.transport"]
   )
 
 

@@ -36,7 +36,9 @@ def check(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     ConfigError: a choice needs another value of a field.
   """
   data_parallel = values["algorithm"] == "data_parallel"
-  for field, choice, reason, needs in (*RULES, *plugins.RULES):
+  groups = plugins.NAMES["fields"].values()
+  own = (rule for group in groups for rule in group.rules)
+  for field, choice, reason, needs in (*RULES, *own):
     if field not in values:  # Of a plug-in that is not loaded.
       continue
     value, default = values[field], defaults[field]

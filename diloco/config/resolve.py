@@ -7,7 +7,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import ml_collections
 from ml_collections import config_dict
@@ -54,12 +54,13 @@ def _held(value: Any) -> Any:
     return None
 
 
-def _types(group: object) -> dict[str, Any]:
+def _types(group: type) -> dict[str, Any]:
   """Returns {"model": {"dim": its type with its Range, ...}, ...}."""
   hints = typing.get_type_hints(group, include_extras=True)
+  kinds = {f.name: hints[f.name] for f in dataclasses.fields(group)}
   return {
-    name: _types(kind) if dataclasses.is_dataclass(kind) else kind
-    for name, kind in hints.items()
+    name: _types(cast(type, kind)) if dataclasses.is_dataclass(kind) else kind
+    for name, kind in kinds.items()
     if name != "extensions"
   }
 

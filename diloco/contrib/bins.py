@@ -19,6 +19,7 @@ Values are always rounded to the nearest bin.
 Letters: N layers of S values; per layer K blocks of B.
 """
 
+import dataclasses
 from functools import partial
 
 import jax.numpy as jnp
@@ -67,13 +68,22 @@ def decode(bits: int, bin_NxKxB: Array, tables: Array) -> Array:
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class Bins(plugins.Extension):
+  """Bins have no fields of their own; wire.format chooses them."""
+
+  rules = tuple(
+    Rule("wire.format", f"bins{bits}", "whose bins are decoded to means", NEAREST)
+    for bits in (2, 3, 4)
+  )
+
+
+plugins.register("fields", "bins", Bins)
 for bits in (2, 3, 4):
-  plugins.FORMATS[f"bins{bits}"] = BlockFormat(
+  block = BlockFormat(
     bits,
     2**bits * jnp.dtype(jnp.bfloat16).itemsize,
     partial(encode, bits),
     partial(decode, bits),
   )
-  plugins.RULES.append(
-    Rule("wire.format", f"bins{bits}", "whose bins are decoded to means", NEAREST)
-  )
+  plugins.register("wire.format", f"bins{bits}", block)

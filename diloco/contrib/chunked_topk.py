@@ -17,9 +17,9 @@ from jax import Array
 from diloco.config import Config
 from diloco.spec import plugins, sizes
 from diloco.spec.fields import WireConfig
+from diloco.spec.plugins import Compressor
 from diloco.util.types import PyTree
 from diloco.wire import compressors
-from diloco.wire.compressors import Compressor
 
 
 def chunked_topk(chunk: int) -> Compressor:
@@ -67,5 +67,5 @@ class ChunkedTopk(plugins.Extension):
     return {"wire.rounding": (chosen and c.wire.format == "fp32", reason)}
 
 
-sizes.MAKERS["chunked_topk"] = chunked_topk
-plugins.register("chunked_topk", ChunkedTopk)
+plugins.register("wire.compressor", "chunked_topk", chunked_topk)
+plugins.register("fields", "chunked_topk", ChunkedTopk)

@@ -68,6 +68,8 @@ class DesLoc(plugins.Extension):
   # wire.format, such as e3m0, which all replicas gather.
   format: str = "fp32"
 
+  rules = (averages_of("des_loc.first_every"), averages_of("des_loc.second_every"))
+
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     first, second = self.first_every, self.second_every
     format = (not (first or second), "first_every and second_every are 0")
@@ -144,8 +146,7 @@ class DesLoc(plugins.Extension):
         yield numbers, call
 
 
-plugins.register("des_loc", DesLoc)
-plugins.RULES += map(averages_of, ("des_loc.first_every", "des_loc.second_every"))
+plugins.register("fields", "des_loc", DesLoc)
 
 
 def moments(parameters: Shapes, opt_state_M: PyTree) -> Iterator[tuple[str, PyTree]]:

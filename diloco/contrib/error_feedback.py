@@ -29,9 +29,9 @@ from diloco.config import Config
 from diloco.spec import plugins, sizes
 from diloco.spec.call_text import parse
 from diloco.spec.fields import WireConfig
+from diloco.spec.plugins import Compressor
 from diloco.util.types import PyTree
 from diloco.wire import compressors
-from diloco.wire.compressors import Compressor
 
 
 def error_feedback(beta: float, of: str) -> Compressor:
@@ -84,5 +84,5 @@ class ErrorFeedback(plugins.Extension):
     }
 
 
-sizes.MAKERS["error_feedback"] = error_feedback
-plugins.register("error_feedback", ErrorFeedback)
+plugins.register("wire.compressor", "error_feedback", error_feedback)
+plugins.register("fields", "error_feedback", ErrorFeedback)

@@ -33,6 +33,10 @@ class FedPart(plugins.Extension):
   # inner optimizer state. The paper finds this much worse.
   on: bool = False
 
+  rules = (
+    Rule("fedpart.on", None, "which freezes parameters", {"warm_start.steps": OFF}),
+  )
+
   def inner_optimizer(
     self,
     c: Config,
@@ -44,10 +48,7 @@ class FedPart(plugins.Extension):
     return in_part(clip, make(0), partial(trained_next, c))
 
 
-plugins.register("fedpart", FedPart)
-plugins.RULES.append(
-  Rule("fedpart.on", None, "which freezes parameters", {"warm_start.steps": OFF})
-)
+plugins.register("fields", "fedpart", FedPart)
 
 
 def trained_next(c: Config, t: jax.Array | int) -> PyTree:

@@ -55,6 +55,8 @@ class Sparta(plugins.Extension):
   # to the next average: with 1, a single step, whatever overlap.tau is.
   every: Positive = 1
 
+  rules = (averages_of("sparta.share"),)
+
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     return {"sparta.share": alone(c)}
 
@@ -82,8 +84,7 @@ class Sparta(plugins.Extension):
       yield Call(KIND, held, average, (state.params, key), kwargs)
 
 
-plugins.register("sparta", Sparta)
-plugins.RULES.append(averages_of("sparta.share"))
+plugins.register("fields", "sparta", Sparta)
 
 
 def count(share: float, parameters: Shapes, fsdp: int = 1) -> int:

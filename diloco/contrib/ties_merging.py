@@ -44,4 +44,4 @@ def _merge(weights_M: jax.Array | None, x_M: jax.Array) -> jax.Array:
   return total / jnp.where(weight > 0, weight, 1)
 
 
-plugins.MEANS["ties_merging"] = average
+plugins.register("outer.average", "ties_merging", average)

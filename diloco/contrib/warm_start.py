@@ -52,6 +52,15 @@ class WarmStart(plugins.Extension):
   # Whether the outer optimizer already accumulates momentum in the warm start.
   momentum: bool = True
 
+  rules = (
+    Rule(
+      "warm_start.steps",
+      None,
+      "which averages gradients at every step and sends nothing else",
+      {"overlap.transport": ("device", "host")},
+    ),
+  )
+
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     return {"warm_start.momentum": (not self.steps, "warm_start.steps is 0")}
 
@@ -63,15 +72,7 @@ class WarmStart(plugins.Extension):
     return own if self.steps else step
 
 
-plugins.register("warm_start", WarmStart)
-plugins.RULES.append(
-  Rule(
-    "warm_start.steps",
-    None,
-    "which averages gradients at every step and sends nothing else",
-    {"overlap.transport": ("device", "host")},
-  )
-)
+plugins.register("fields", "warm_start", WarmStart)
 
 
 def outer_step(

@@ -25,6 +25,7 @@ import numpy as np
 
 from diloco.data import Tokenizer
 from diloco.errors import ConfigError
+from diloco.spec.plugins import NAMES
 from diloco.util.command import one_line
 from diloco.util.files import local_path
 
@@ -94,12 +95,13 @@ def load_items(name: str, limit: int = 0) -> list[Item]:
   """Loads the first items of a task.
 
   Args:
-    name: a key of TASKS, or a path that ends with .jsonl or .jsonl.gz.
+    name: a key of TASKS, a name of a plug-in, or a path of .jsonl or .jsonl.gz.
     limit: number of items; 0: all.
 
   Raises:
     ConfigError: there is no such task, or its items are not on this machine.
   """
+  name = NAMES["eval.tasks"].get(name, name)
   if name.endswith((".jsonl", ".jsonl.gz")):
     items = _from_file(local_path(name, "eval.tasks"))
   elif name in TASKS:

@@ -16,7 +16,8 @@ from jax.tree_util import KeyPath, PyTreeDef
 
 from diloco.errors import ConfigError
 from diloco.library.arguments import whole_number
-from diloco.spec.fragments import PATTERNS, Fragment, make_fragments
+from diloco.spec.fragments import Fragment, make_fragments
+from diloco.spec.plugins import NAMES
 from diloco.spec.shapes import Shapes
 from diloco.util.types import PyTree
 
@@ -151,7 +152,7 @@ def _stacked(
       " such as 'params/blocks'."
     )
   for name, choices in (
-    ("pattern", tuple(PATTERNS)),
+    ("pattern", tuple(NAMES["fragments.pattern"])),
     ("rest", ("last", "first")),
   ):
     if getattr(how, name) not in choices:

@@ -1,16 +1,17 @@
 """Architectures by name. `Model` has all functions that the package calls.
 
-To add an architecture, write its functions in one file and `register` it.
+To add one, write its functions in one file, then call
+`register("model.name", name, Architecture(functions, parameters))`.
 """
 
 import importlib
-from typing import Protocol
+from typing import Protocol, cast
 
 from jax import Array
 
 from diloco.model.transformer import Params
-from diloco.spec import shapes
 from diloco.spec.fields import ModelConfig
+from diloco.spec.plugins import NAMES
 from diloco.util.types import PyTree
 
 Axes = tuple[str, ...]
@@ -54,10 +55,9 @@ class Model(Protocol):
   ) -> tuple[Array, PyTree]: ...
 
 
-register = shapes.register
-
-
 def get(m: ModelConfig) -> Model:
   """Returns the functions of the architecture that `model.name` names."""
-  model = shapes.ARCHITECTURES[m.name].model
-  return importlib.import_module(model) if isinstance(model, str) else model
+  model = NAMES["model.name"][m.name].model
+  return cast(
+    Model, importlib.import_module(model) if isinstance(model, str) else model
+  )

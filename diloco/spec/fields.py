@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
 from diloco.spec.fragments import Fragment, make_fragments
-from diloco.spec.plugins import EXTENSIONS, Average, Extension, Group
+from diloco.spec.plugins import NAMES, Average, Extension, Group
 from diloco.spec.schedule import Schedule
 
 
@@ -493,5 +493,5 @@ class Config(Extended):
     """Returns nested dicts, which json can write; tuples stay tuples."""
     own = lambda items: {k: v for k, v in items if k != "extensions"}
     core = dataclasses.asdict(self, dict_factory=own)
-    names = {kind: name for name, kind in EXTENSIONS.items()}
+    names = {kind: name for name, kind in NAMES["fields"].items()}
     return core | {names[type(x)]: dataclasses.asdict(x) for x in self.extensions}

@@ -11,7 +11,7 @@ import dataclasses
 import re
 
 from diloco.errors import ConfigError
-from diloco.spec.plugins import FORMATS, hint
+from diloco.spec.plugins import NAMES, hint
 from diloco.util.command import meant
 
 # Bytes per value of the plain formats, which have no scale.
@@ -73,7 +73,7 @@ def parse_format(name: str) -> Format:
     if x >= 1 and 2 <= 1 + x + y <= 8:
       bias = (1 << (x - 1)) - 1
       return Format(name, x, y, bias, _RESERVED.get(name, (1 << (x + y)) - 1))
-  known = "".join(f", {own}" for own in FORMATS)
+  known = "".join(f", {own}" for own in NAMES["wire.format"])
   raise ConfigError(
     f"wire.format is {name!r}; choose fp32, bf16 or eXmY with 1 + X + Y from 2 to 8"
     f" bits and X at least 1, for example e3m0, e2m1, e4m3fn{known}"
@@ -83,9 +83,11 @@ def parse_format(name: str) -> Format:
 
 def code_bits(name: str) -> int:
   """Returns the bits per value of a format with blocks."""
-  return FORMATS[name].bits if name in FORMATS else parse_format(name).bits
+  block = NAMES["wire.format"].get(name)
+  return block.bits if block else parse_format(name).bits
 
 
 def block_bytes(name: str) -> int:
   """Returns the bytes that a block adds to its codes: for eXmY, one scale."""
-  return FORMATS[name].block_bytes if name in FORMATS else 1
+  block = NAMES["wire.format"].get(name)
+  return block.block_bytes if block else 1

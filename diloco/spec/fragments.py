@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from diloco.errors import ConfigError
-from diloco.spec.plugins import check_name
+from diloco.spec.plugins import NAMES, check_name, register
 from diloco.spec.shapes import Shapes
 
 
@@ -59,8 +59,8 @@ def sequential(num_layers: int, size: int) -> list[range]:
   return [range(i, min(i + size, num_layers)) for i in starts]
 
 
-# {name in fragments.pattern: function (num_layers, size) -> the layers of fragments}.
-PATTERNS = {"strided": strided, "sequential": sequential}
+register("fragments.pattern", "strided", strided)
+register("fragments.pattern", "sequential", sequential)
 
 
 def make_fragments(
@@ -71,8 +71,8 @@ def make_fragments(
   Args:
     num_layers: transformer blocks N.
     size: blocks per fragment (the paper uses 3); `whole` ignores it.
-    pattern: one of `PATTERNS` (figure 2), or whole: DiLoCo's one fragment of all
-      parameters.
+    pattern: strided, sequential (figure 2), a name of a plug-in, or whole: DiLoCo's one
+      fragment of all parameters.
     embedding: place of the embedding's own fragment in the schedule, last or first. The
       paper shows the fragment (figures 2 and 17) but not when it is sent.
 
@@ -82,7 +82,8 @@ def make_fragments(
   Raises:
     ConfigError: there is no such pattern, or the fragment is larger than the model.
   """
-  check_name("fragments.pattern", pattern, (*PATTERNS, "whole"))
+  patterns = NAMES["fragments.pattern"]
+  check_name("fragments.pattern", pattern, (*patterns, "whole"))
   if pattern == "whole":
     return (Fragment(tuple(range(num_layers)), ("embed",)),)
   if not 1 <= size <= num_layers:
@@ -90,6 +91,6 @@ def make_fragments(
       f"fragments.size is {size}, but the model has {num_layers} layers; choose a size"
       f" from 1 to {num_layers}."
     )
-  blocks = [Fragment(tuple(ids)) for ids in PATTERNS[pattern](num_layers, size)]
+  blocks = [Fragment(tuple(ids)) for ids in patterns[pattern](num_layers, size)]
   embed = [Fragment((), ("embed",))]
   return tuple(embed + blocks if embedding == "first" else blocks + embed)

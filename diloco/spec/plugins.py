@@ -1,10 +1,9 @@
 """What a plug-in adds to configs and to the arithmetic of a run. No JAX.
 
 A plug-in is a module or a package that `plugins` names; `diloco.contrib` has those of
-later papers. It registers names for fields that take names (`compressors.register`,
-`FORMATS`, `MEANS`, `TRANSPORTS`, `optimizers.OWN`, `registry.register`), or an
-`Extension`: fields of its own, and what they do. Config, ledger, checkpoints, sweeps
-and simulators ask this file.
+later papers. It calls `register`: for a name that a field then takes, such as a
+compressor of `wire.compressor`, or for an `Extension`, which has fields of its own.
+Config, ledger, checkpoints, sweeps and simulators ask this file.
 """
 
 import dataclasses
@@ -12,15 +11,29 @@ import importlib
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import (
+  TYPE_CHECKING,
+  Any,
+  ClassVar,
+  Literal,
+  NamedTuple,
+  TypeAlias,
+  TypedDict,
+  TypeVar,
+  cast,
+)
 
 from diloco.errors import ConfigError
 from diloco.util.command import meant
 from diloco.util.types import PyTree
 
 if TYPE_CHECKING:
-  from diloco.spec.fields import Config
+  import optax
+  from jax import Array
+
+  from diloco.spec.fields import Config, WireConfig
+  from diloco.spec.shapes import Architecture
 
 CONTRIB = "diloco.contrib"
 # Plug-ins that the package no longer has; revision e367008 is the last that has them.
@@ -88,8 +101,26 @@ class Average(NamedTuple):
   run: Callable[..., tuple[Any, int]]
 
 
+class Compressor(NamedTuple):
+  """The pure functions of a compressor.
+
+  Attributes:
+    encode: float32 (N, S), state, R and a PRNG key -> uint8 (size,) and the new state.
+    decode: uint8 (size,), N, S and R -> float32 (N, S).
+    size: N, S and R -> the exact number of bytes; without JAX.
+    init: a tensor -> its first state: a tree of float32 arrays of the tensor's shape,
+      such as the error that error feedback keeps; () without state. Every replica has
+      its own state, which is sharded and saved like its parameters.
+  """
+
+  encode: "Callable[[WireConfig, Array, PyTree, int, Array], tuple[Array, PyTree]]"
+  decode: "Callable[[WireConfig, Array, int, int, int], Array]"
+  size: "Callable[[WireConfig, int, int, int], int]"
+  init: "Callable[[Array], PyTree]" = lambda x: ()
+
+
 class BlockFormat(NamedTuple):
-  """A number format, by the name in wire.format.
+  """A number format whose codes come in blocks.
 
   Attributes:
     bits: bits per value.
@@ -101,12 +132,12 @@ class BlockFormat(NamedTuple):
 
   bits: int
   block_bytes: int
-  encode: Callable[[Any, int], tuple[Any, Any]]
-  decode: Callable[[Any, Any], Any]
+  encode: "Callable[[Array, int], tuple[Array, Array]]"
+  decode: "Callable[[Array, Array], Array]"
 
 
 class Transport(NamedTuple):
-  """Who carries payloads between replicas, by the name in overlap.transport.
+  """Who carries payloads between replicas.
 
   Attributes:
     at_hosts: whether hosts hold the outer state, or devices.
@@ -127,7 +158,12 @@ class Extension:
 
   `c` is the whole config of a run. A group with the name of the run's architecture is
   also a part of `c.model`: its functions get the fields by `m.of(GROUP)`.
+
+  Attributes:
+    rules: what choices need of other fields.
   """
+
+  rules: ClassVar[tuple[Rule, ...]] = ()
 
   def fill_in(self, c: "Config") -> dict[str, Any]:
     """Returns other fields by name that follow from these; c has its steps.
@@ -138,7 +174,7 @@ class Extension:
     return {}
 
   def check(self, c: "Config") -> None:
-    """Refuses what `RULES` cannot say.
+    """Refuses what `rules` cannot say.
 
     Raises:
       ConfigError: the fields cannot work.
@@ -189,18 +225,68 @@ class Extension:
 
 
 Group = TypeVar("Group", bound=Extension)
-# {name of the group: its fields}, in the order of registration.
-EXTENSIONS: dict[str, type[Extension]] = {}
-RULES: list[Rule] = []
-# More names for outer.average: functions like `outer.average` without last argument.
-MEANS: dict[str, Callable[..., PyTree]] = {}
-FORMATS: dict[str, BlockFormat] = {}
-TRANSPORTS = {"device": Transport(at_hosts=False), "host": Transport(at_hosts=True)}
 
 
-def register(name: str, group: type[Extension]) -> None:
-  """Adds a group of fields: `name.FIELD`."""
-  EXTENSIONS[name] = group
+# What a name means, by the field that takes the name; "fields": the groups of fields.
+Names = TypedDict(
+  "Names",
+  {
+    "fields": dict[str, type[Extension]],
+    # A function makes a compressor with arguments, as in "mine(k=3)". A ValueError says
+    # what cannot work.
+    "wire.compressor": dict[str, Compressor | Callable[..., Compressor]],
+    "wire.format": dict[str, BlockFormat],
+    "inner.optimizer": dict[str, "Callable[..., optax.GradientTransformation]"],
+    "outer.optimizer": dict[str, "Callable[..., optax.GradientTransformation]"],
+    # Functions like `outer.average` without the last argument.
+    "outer.average": dict[str, "Callable[[PyTree, Array | None], PyTree]"],
+    "overlap.transport": dict[str, Transport],
+    # (number of layers, size) -> the layers of each fragment.
+    "fragments.pattern": dict[str, Callable[[int, int], Sequence[Sequence[int]]]],
+    "model.name": dict[str, "Architecture"],
+    "eval.tasks": dict[str, str],  # Paths of JSON lines.
+  },
+)
+Kind: TypeAlias = Literal[
+  "fields",
+  "wire.compressor",
+  "wire.format",
+  "inner.optimizer",
+  "outer.optimizer",
+  "outer.average",
+  "overlap.transport",
+  "fragments.pattern",
+  "model.name",
+  "eval.tasks",
+]
+NAMES = cast(Names, {kind: {} for kind in Names.__annotations__})
+
+
+def register(kind: Kind, name: str, thing: object) -> None:
+  """Gives a name to a thing, which the field `kind` then takes.
+
+  Args:
+    kind: a field, such as "wire.compressor"; or "fields": `thing` is an `Extension`,
+      whose fields are `name.FIELD`.
+    thing: what `Names` has for this kind.
+
+  Raises:
+    ConfigError: no field of this name takes names.
+  """
+  if kind not in NAMES:
+    raise ConfigError(
+      f"register has the kind {kind!r}; choose one of {', '.join(NAMES)}."
+    )
+  cast(dict[str, object], NAMES[kind])[name] = thing
+
+
+def transport(name: str) -> Transport:
+  """Returns what `overlap.transport` names."""
+  return NAMES["overlap.transport"][name]
+
+
+register("overlap.transport", "device", Transport(at_hosts=False))
+register("overlap.transport", "host", Transport(at_hosts=True))
 
 
 def load(names: Iterable[str]) -> dict[str, type[Extension]]:
@@ -222,10 +308,10 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
       ask = f"; is its folder on PYTHONPATH, or is it one of {', '.join(contrib())}?"
       remedy = f"{hint(name)}." if name in REMOVED else ask
       raise ConfigError(f"plugins names {name!r}, but {reason}{remedy}") from error
-    places = {n: f"{kind.__module__}." for n, kind in EXTENSIONS.items()}
+    places = {n: f"{kind.__module__}." for n, kind in NAMES["fields"].items()}
     # A package may define them in its files.
     own = [n for n, place in places.items() if place.startswith(f"{module}.")]
-    found |= {n: EXTENSIONS[n] for n in own}
+    found |= {n: NAMES["fields"][n] for n in own}
   return found
 
 
@@ -252,7 +338,7 @@ def check_trusted(names: Iterable[str]) -> None:
 
 def free() -> tuple[str, ...]:
   """Lists the fields of all plug-ins that may change when a run goes on."""
-  return sum((kind().free() for kind in EXTENSIONS.values()), ())
+  return sum((kind().free() for kind in NAMES["fields"].values()), ())
 
 
 def source_files(name: str) -> list[pathlib.Path]:

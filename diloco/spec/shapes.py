@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from diloco.spec.plugins import NAMES, register
+
 if TYPE_CHECKING:
   from diloco.spec.fields import ModelConfig
 
@@ -41,28 +43,11 @@ def decoder(m: "ModelConfig") -> Shapes:
 
 
 class Architecture(NamedTuple):
-  """An architecture; see `register`."""
-
-  model: Any
-  parameters: Callable[["ModelConfig"], Shapes]
-  attention_flops: Callable[["ModelConfig"], float]
-
-
-ARCHITECTURES: dict[str, Architecture] = {}
-
-
-def register(
-  name: str,
-  model: Any,
-  parameters: Callable[["ModelConfig"], Shapes],
-  attention_flops: Callable[["ModelConfig"], float] = lambda m: 0.0,
-) -> None:
-  """Registers an architecture for `model.name`.
+  """An architecture, by the name in model.name.
 
   A group of fields of this name, if a plug-in registers one, is part of `ModelConfig`.
 
-  Args:
-    name: name of the architecture.
+  Attributes:
     model: a module or an object with the functions of `registry.Model`; or the name of
       a module, which is imported when they are called, because they need JAX.
     parameters: returns the parameter shapes; layers are stacked under `blocks`.
@@ -70,20 +55,26 @@ def register(
       parameters, such as those of all attention scores, masked ones too; may be
       negative.
   """
-  ARCHITECTURES[name] = Architecture(model, parameters, attention_flops)
+
+  model: object
+  parameters: Callable[["ModelConfig"], Shapes]
+  attention_flops: Callable[["ModelConfig"], float] = lambda m: 0.0
 
 
 register(
+  "model.name",
   "decoder",
-  "diloco.model.decoder",
-  decoder,
-  lambda m: 12.0 * m.num_layers * m.dim * m.seq_len,
+  Architecture(
+    "diloco.model.decoder",
+    decoder,
+    lambda m: 12.0 * m.num_layers * m.dim * m.seq_len,
+  ),
 )
 
 
 def parameters(m: "ModelConfig") -> Shapes:
   """Returns the parameter shapes of one replica."""
-  return ARCHITECTURES[m.name].parameters(m)
+  return NAMES["model.name"][m.name].parameters(m)
 
 
 def leaves(
@@ -126,7 +117,8 @@ def flops_per_token(m: "ModelConfig", attention: bool = True) -> float:
   Args:
     attention: whether attention scores count; the DiLoCo papers do not count them.
   """
-  return 6.0 * matrix_params(m) + attention * ARCHITECTURES[m.name].attention_flops(m)
+  scores = NAMES["model.name"][m.name].attention_flops(m) if attention else 0.0
+  return 6.0 * matrix_params(m) + scores
 
 
 def sharded_axis(

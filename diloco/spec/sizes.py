@@ -6,13 +6,13 @@ Letters: M replicas; a tensor has N layers of S values, in rows of R values.
 """
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from diloco.errors import ConfigError
 from diloco.spec.call_text import parse
 from diloco.spec.formats import PLAIN, block_bytes, code_bits
-from diloco.spec.plugins import check_name
+from diloco.spec.plugins import NAMES, Compressor, check_name
 from diloco.spec.shapes import Shapes, leaves, shard
 
 if TYPE_CHECKING:
@@ -78,24 +78,36 @@ def random(wire: "WireConfig", n: int, s: int, row: int) -> int:
   return SEED + quantize(wire, n, kept(wire, s), row)
 
 
-# Sizes by compressor; `diloco.wire.compressors.register` adds entries.
-SIZES: dict[str, Size] = {
+# The built-in compressors; `wire/compressors.py` has their other functions.
+_SIZES: Mapping[str, Size] = {
   "quantize": quantize,
   "topk": topk,
   "random": random,
   "dare": random,
 }
-# Compressors with arguments: functions that make a `compressors.Compressor` of them. A
-# ValueError says what cannot work.
-MAKERS: dict[str, Callable[..., Any]] = {}
 
 
 def size_of(text: str) -> Size:
   """Returns the size of the compressor that the text in `wire.compressor` describes."""
   name, arguments = parse("wire.compressor", text)
-  if name in SIZES:
-    return SIZES[name]
-  return MAKERS[name](**arguments).size
+  if name in _SIZES and not arguments:
+    return _SIZES[name]
+  return compressor_of(text).size
+
+
+def compressor_of(text: str) -> Compressor:
+  """Returns the compressor that the text in `wire.compressor` describes.
+
+  Raises:
+    ConfigError, TypeError, ValueError: an argument cannot work.
+  """
+  name, arguments = parse("wire.compressor", text)
+  thing = NAMES["wire.compressor"].get(name)
+  if callable(thing):
+    return thing(**arguments)
+  if thing is None or arguments:
+    raise TypeError(f"{name} takes no arguments")
+  return thing
 
 
 def coder(text: str) -> str:
@@ -113,13 +125,11 @@ def check(wire: "WireConfig") -> None:
   Raises:
     ConfigError: a name is unknown, or an argument of the compressor cannot work.
   """
-  name, arguments = parse("wire.compressor", wire.compressor)
-  check_name("wire.compressor", name, (*SIZES, *MAKERS))
+  name, _ = parse("wire.compressor", wire.compressor)
+  check_name("wire.compressor", name, {**_SIZES, **NAMES["wire.compressor"]})
   if wire.format not in PLAIN:
     code_bits(wire.format)
   try:
-    if arguments and name in SIZES:
-      raise TypeError(f"{name} takes no arguments")
     size_of(wire.compressor)
   except (TypeError, ValueError) as error:
     reason = str(error).removesuffix(".").replace(" positional", "")

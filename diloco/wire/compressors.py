@@ -1,6 +1,6 @@
 """Compressors: how one tensor of an outer gradient is coded for the wire.
 
-To add a compressor, write its functions and `register` it; nothing else has to change.
+A plug-in adds one by `plugins.register("wire.compressor", name, Compressor(...))`.
 If fsdp shards a parameter, each device codes its shard as a separate tensor. So devices
 gather nothing, and blocks, subsets and largest values are chosen within a shard.
 
@@ -8,8 +8,6 @@ Letters: N layers of S values, in rows of R; per layer K kept values, or K block
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,49 +15,15 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from diloco.spec import formats, plugins, sizes
-from diloco.spec.call_text import parse
 from diloco.spec.fields import WireConfig
+from diloco.spec.plugins import Compressor, register
 from diloco.util.types import PyTree
 from diloco.wire import codes as codes_lib
 
-
-class Compressor(NamedTuple):
-  """The pure functions of a compressor.
-
-  Attributes:
-    encode: float32 (N, S), state, R and a PRNG key -> uint8 (size,) and the new state.
-    decode: uint8 (size,), N, S and R -> float32 (N, S).
-    size: N, S and R -> the exact number of bytes; without JAX.
-    init: a tensor -> its first state: a tree of float32 arrays of the tensor's shape,
-      such as the error that error feedback keeps; () without state. Every replica has
-      its own state, which is sharded and saved like its parameters.
-  """
-
-  encode: Callable[[WireConfig, Array, PyTree, int, Array], tuple[Array, PyTree]]
-  decode: Callable[[WireConfig, Array, int, int, int], Array]
-  size: sizes.Size
-  init: Callable[[Array], PyTree] = lambda x: ()
-
-
-COMPRESSORS: dict[str, Compressor] = {}
 _PLAIN = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
-def register(name: str, compressor: Compressor) -> None:
-  """Registers a name for `wire.compressor`, in the trainer and the simulators.
-
-  A compressor with arguments, as in "mine(k=3)", is a function in `sizes.MAKERS`.
-  """
-  COMPRESSORS[name] = compressor
-  sizes.SIZES[name] = compressor.size
-
-
-def get(text: str) -> Compressor:
-  """Returns the compressor that the text in `wire.compressor` describes."""
-  name, arguments = parse("wire.compressor", text)
-  if name in COMPRESSORS:
-    return COMPRESSORS[name]
-  return sizes.MAKERS[name](**arguments)
+get = sizes.compressor_of
 
 
 def quantize(
@@ -75,7 +39,7 @@ def quantize(
   n, s = x_NxS.shape
   block = sizes.block_length(wire, s, row)
   x_NxKxB = blocks(x_NxS, block)
-  own = plugins.FORMATS.get(wire.format)
+  own = plugins.NAMES["wire.format"].get(wire.format)
   codes, tail = own.encode(x_NxKxB, s) if own else _scaled(wire, x_NxKxB, key)
   # Barrier: without it XLA for TPU recomputes the codes for every bit plane.
   codes = jax.lax.optimization_barrier(codes)
@@ -95,7 +59,7 @@ def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> A
   # which are smaller.
   codes_NxS = jax.lax.optimization_barrier(codes).reshape(n, s)
   codes_NxKxB, tail = blocks(codes_NxS, block), payload[size:]
-  own = plugins.FORMATS.get(wire.format)
+  own = plugins.NAMES["wire.format"].get(wire.format)
   x = own.decode(codes_NxKxB, tail) if own else _unscaled(wire, codes_NxKxB, tail)
   return x.reshape(n, -1)[:, :s]
 
@@ -184,10 +148,12 @@ def _decode_random(wire: WireConfig, payload: Array, n: int, s: int, row: int) -
 
 dare = functools.partial(random, rescale=True)
 
-register("quantize", Compressor(quantize, _dequantize, sizes.quantize))
-register("topk", Compressor(topk, decode_topk, sizes.topk))
-register("random", Compressor(random, _decode_random, sizes.random))
-register("dare", Compressor(dare, _decode_random, sizes.random))
+register(
+  "wire.compressor", "quantize", Compressor(quantize, _dequantize, sizes.quantize)
+)
+register("wire.compressor", "topk", Compressor(topk, decode_topk, sizes.topk))
+register("wire.compressor", "random", Compressor(random, _decode_random, sizes.random))
+register("wire.compressor", "dare", Compressor(dare, _decode_random, sizes.random))
 
 
 def to_bytes(x: Array) -> Array:

@@ -43,14 +43,14 @@ def make_transport(kind: str, mesh: Mesh, packed: bool = True) -> "Transport":
   """Makes a transport.
 
   Args:
-    kind: overlap.transport, a name in `plugins.TRANSPORTS`.
+    kind: overlap.transport, a name in `plugins.NAMES`.
     packed: whether devices exchange packed codes (wire.exchange=gather).
 
   Raises:
     ConfigError: overlap.transport is host, but the processes do not hold equally many
       whole rows of the mesh, or JAX may not use CPUs.
   """
-  at_hosts = plugins.TRANSPORTS[kind].at_hosts
+  at_hosts = plugins.transport(kind).at_hosts
   return HostTransport(mesh) if at_hosts else DeviceTransport(mesh, packed)
 
 

@@ -234,11 +234,11 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from diloco.aot.topology import describe
 from diloco.spec.fields import WireConfig
-from diloco.wire.compressors import COMPRESSORS
+from diloco.wire import compressors
 
 place = SingleDeviceSharding(describe("v5e:2x2", 1)[0])
 wire, row, (n, s) = WireConfig(format=sys.argv[1]), 1024, (4, 2**18)
-codec = COMPRESSORS["quantize"]
+codec = compressors.get("quantize")
 struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 key = jax.eval_shape(lambda: jax.random.key(0))
 encode = jax.jit(lambda x, key: codec.encode(wire, x, (), row, key)).lower(

@@ -86,7 +86,9 @@ def test_the_held_out_tokens_have_a_digest_of_their_own(tiny, folder):
 
 def test_the_files_of_tasks_and_plugins_are_known(tiny, tmp_path, monkeypatch):
   task, plugin = tmp_path / "items.jsonl", tmp_path / "my_mean.py"
-  plugin.write_text("from diloco.spec import plugins\nplugins.MEANS['mine'] = sum\n")
+  plugin.write_text(
+    "from diloco.spec import plugins\nplugins.register('outer.average', 'mine', sum)\n"
+  )
   task.write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}\n')
   monkeypatch.syspath_prepend(tmp_path)
   tiny.plugins, tiny.eval.tasks = ("my_mean", "sparta"), f"hellaswag, {task}"

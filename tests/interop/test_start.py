@@ -14,6 +14,8 @@ from diloco.interop import init as start
 from diloco.interop import load
 from diloco.mesh.devices import make_inference_mesh, make_mesh
 from diloco.model import registry
+from diloco.spec.plugins import register
+from diloco.spec.shapes import Architecture
 
 
 class Elsewhere(plugins.Bigram):
@@ -36,7 +38,7 @@ class Elsewhere(plugins.Bigram):
 
 
 Elsewhere.FORMATS = {"npz": Elsewhere.write}
-registry.register("elsewhere", Elsewhere, plugins.Bigram.parameters)
+register("model.name", "elsewhere", Architecture(Elsewhere, plugins.Bigram.parameters))
 
 
 def make_folder(tiny, folder, format_="diloco"):

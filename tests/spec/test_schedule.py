@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from diloco.spec.fragments import PATTERNS, Fragment, make_fragments
+from diloco.spec.fragments import Fragment, make_fragments
+from diloco.spec.plugins import NAMES
 from diloco.spec.schedule import Schedule, reaches
 
 
@@ -21,7 +22,7 @@ def test_patterns_match_figure_2():
 
 def test_a_plug_in_adds_a_pattern_and_another_name_is_refused(monkeypatch):
   ends = lambda num_layers, size: [[0, num_layers - 1], list(range(1, num_layers - 1))]
-  monkeypatch.setitem(PATTERNS, "ends", ends)
+  monkeypatch.setitem(NAMES["fragments.pattern"], "ends", ends)
   found = make_fragments(6, 2, "ends")
   assert [f.layers for f in found] == [(0, 5), (1, 2, 3, 4), ()]
   with pytest.raises(ConfigError, match=r"pattern is .end.; choose one of strided"):
@@ -31,7 +32,7 @@ def test_a_plug_in_adds_a_pattern_and_another_name_is_refused(monkeypatch):
 @given(
   n=st.integers(1, 40),
   size=st.integers(1, 40),
-  pattern=st.sampled_from([*PATTERNS, "whole"]),
+  pattern=st.sampled_from([*NAMES["fragments.pattern"], "whole"]),
   embedding=st.sampled_from(["first", "last"]),
 )
 def test_every_layer_is_in_exactly_one_fragment(n, size, pattern, embedding):

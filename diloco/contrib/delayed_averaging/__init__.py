@@ -34,10 +34,9 @@ from diloco.errors import ConfigError
 from diloco.spec import plugins, sizes
 from diloco.spec.call_text import parse
 from diloco.spec.fields import WireConfig
-from diloco.spec.plugins import Call, OuterStep
+from diloco.spec.plugins import Call, Compressor, OuterStep
 from diloco.util.types import PyTree
 from diloco.wire import compressors
-from diloco.wire.compressors import Compressor
 
 NAME = "delayed_averaging"
 
@@ -112,8 +111,8 @@ class DelayedAveraging(plugins.Extension):
     yield Call("keep", {"parameters": params}, keep, (params, steps, layers), {})
 
 
-sizes.MAKERS[NAME] = delayed_averaging
-plugins.register(NAME, DelayedAveraging)
+plugins.register("wire.compressor", NAME, delayed_averaging)
+plugins.register("fields", NAME, DelayedAveraging)
 
 
 def outer_step(

@@ -19,6 +19,10 @@ class Diagnostics(plugins.Extension):
   # n = 4 costs 1.1 to 1.3% of the sample run's time. 0: never. Skips a final sync.
   every: Count = 0
 
+  rules = (
+    Rule("diagnostics.every", None, "which compares replicas on devices", ON_DEVICES),
+  )
+
   def free(self) -> tuple[str, ...]:
     return ("diagnostics.",)
 
@@ -35,7 +39,4 @@ class Diagnostics(plugins.Extension):
     return MeasuredStep(c, self.every, step) if self.every else step
 
 
-plugins.register("diagnostics", Diagnostics)
-plugins.RULES.append(
-  Rule("diagnostics.every", None, "which compares replicas on devices", ON_DEVICES)
-)
+plugins.register("fields", "diagnostics", Diagnostics)

@@ -19,6 +19,7 @@ from diloco.errors import ConfigError
 from diloco.spec import plugins, shapes
 from diloco.spec.fields import Count, ModelConfig, Range
 from diloco.spec.plugins import Rule
+from diloco.spec.shapes import Architecture
 
 NAME = "qwen3"
 
@@ -93,8 +94,16 @@ def attention_flops(m: ModelConfig) -> float:
   return 12.0 * m.num_layers * m.num_heads * m.head_size * m.seq_len
 
 
-plugins.register(NAME, Qwen3)
-shapes.register(NAME, f"{__name__}.model", parameters, attention_flops)
-for f in dataclasses.fields(Qwen3):
-  reason, needs = f"which only model.name={NAME} has", {"model.name": (NAME,)}
-  plugins.RULES.append(Rule(f"{NAME}.{f.name}", None, reason, needs))
+Qwen3.rules = tuple(
+  Rule(
+    f"{NAME}.{field.name}",
+    None,
+    f"which only model.name={NAME} has",
+    {"model.name": (NAME,)},
+  )
+  for field in dataclasses.fields(Qwen3)
+)
+plugins.register("fields", NAME, Qwen3)
+plugins.register(
+  "model.name", NAME, Architecture(f"{__name__}.model", parameters, attention_flops)
+)

@@ -53,6 +53,15 @@ class SitesConfig(plugins.Extension):
   # half the speed sets 0.5: it sends in every round, with half the steps.
   pace: Pace = 1.0
 
+  rules = (
+    Rule(
+      "overlap.transport",
+      "sites",
+      "which carries outer gradients",
+      {"algorithm": DILOCO},
+    ),
+  )
+
   def check(self, c: Config) -> None:
     count = self.count or c.replicas
     if self.quorum > count:
@@ -92,11 +101,11 @@ def make_part(c: Config, site: int, address: str) -> Any:
   return make_part(c, site, address)
 
 
-plugins.register("sites", SitesConfig)
-plugins.TRANSPORTS["sites"] = Transport(
-  at_hosts=True, needs="--group and --site (docs/sites.md)", make_part=make_part
-)
-NEEDS = {"algorithm": DILOCO}
-plugins.RULES.append(
-  Rule("overlap.transport", "sites", "which carries outer gradients", NEEDS)
+plugins.register("fields", "sites", SitesConfig)
+plugins.register(
+  "overlap.transport",
+  "sites",
+  Transport(
+    at_hosts=True, needs="--group and --site (docs/sites.md)", make_part=make_part
+  ),
 )
