@@ -76,7 +76,7 @@ def get_config(point: Point, text: str = "sotu"):
     c.overlap.tau, c.overlap.alpha = point.get("tau", 1), point.get("alpha", 0.0)
     if point["method"] == DELAYED:
       add_plugins(c, "delayed_averaging")
-      c.wire.compressor = "delayed_averaging(of='quantize')"
+      c.delayed_averaging.on = True
     if point["method"] == AVERAGED:
       add_plugins(c, "des_loc")
       c.des_loc.format = "e3m0"

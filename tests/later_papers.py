@@ -12,7 +12,7 @@ import optax
 
 from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Count
-from diloco.spec.plugins import Average
+from diloco.spec.plugins import Average, Timetable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Mixing(plugins.Extension):
   # Steps between two averages. 0: never.
   every: Count = 0
 
-  def averages(self, c):
+  def schedule(self, c):
     rows, width = shapes.parameters(c.model)["embed"]["tokens"]
     sent = sizes.average_bytes(c.replicas, rows * width)
     mixing = Average(self.every, sent, self.average)
-    return {"mixing": mixing} if self.every else {}
+    return Timetable(averages={"mixing": mixing} if self.every else {})
 
   def average(self, t, sync, state):
     embed = dict(state.params["embed"])
@@ -44,8 +44,8 @@ class Calm(plugins.Extension):
   # The joint steps. 0: none.
   steps: Count = 0
 
-  def joint_steps(self, c):
-    return self.steps
+  def schedule(self, c):
+    return Timetable(joint_steps=self.steps)
 
 
 def signed(learning_rate):

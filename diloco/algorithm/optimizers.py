@@ -290,19 +290,7 @@ def state_shardings(
     ) from error
   whole, fsdp = NamedSharding(mesh, P(*leading)), mesh.shape[FSDP]
   places = sharding.with_leading(sharding.shardings(params, mesh), leading)
-  by_path = {
-    sharding.names(path): (x.shape, at)
-    for (path, x), at in zip(
-      jax.tree.leaves_with_path(params), jax.tree.leaves(places), strict=True
-    )
-  }
-
-  def place(path: KeyPath, x: jax.ShapeDtypeStruct) -> NamedSharding:
-    names = sharding.names(path)
-    ends = (by_path.get(names[i:], (None, whole)) for i in range(len(names)))
-    return next((at for shape, at in ends if shape == x.shape), whole)
-
-  found = jax.tree.map_with_path(place, state)
+  found = places_like(state, (params, places), whole=whole)
   size = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
   pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found))
   # Does not count state that is unsharded because its parameter is unsharded.
@@ -313,3 +301,30 @@ def state_shardings(
       f" {fsdp} cannot shard; choose another optimizer, or mesh.fsdp=1."
     )
   return found
+
+
+def places_like(
+  state: PyTree, *pairs: tuple[PyTree, PyTree], whole: NamedSharding
+) -> PyTree:
+  """Returns the shardings of a state, whose parts lie like parameters of their shape.
+
+  The path of such a part ends in the path of its parameter.
+
+  Args:
+    pairs: trees of parameters, or their shapes, and their shardings.
+    whole: the sharding of all other parts.
+  """
+  known = {
+    (sharding.names(path), x.shape): at
+    for params, places in pairs
+    for (path, x), at in zip(
+      jax.tree.leaves_with_path(params), jax.tree.leaves(places), strict=True
+    )
+  }
+
+  def place(path: KeyPath, x: jax.ShapeDtypeStruct) -> NamedSharding:
+    names = sharding.names(path)
+    ends = (known.get((names[i:], x.shape)) for i in range(len(names)))
+    return next(filter(None, ends), whole)
+
+  return jax.tree.map_with_path(place, state)

@@ -51,6 +51,7 @@ class OuterState:
     codec_state: compressor state of each fragment, leaves (M, ...) shaped and sharded
       like the replicas' parameters; empty if the compressor has no state.
     in_flight: {p: payload} of each fragment that is sent and not yet updated.
+    own: for each fragment, {name: state} of plug-ins; see `plugins.OuterStep`.
     steps: in the library, int32 [2] on the host: finished inner steps, and the step of
       the last drain (0: none). None in the trainer, whose record has both.
   """
@@ -59,6 +60,7 @@ class OuterState:
   opt_state: tuple[PyTree, ...]
   codec_state: tuple[PyTree, ...]
   in_flight: dict[int, InFlight]
+  own: tuple[dict[str, PyTree], ...] = ()
   steps: PyTree = None
 
   def fragment(self, p: int) -> Parts:
@@ -72,6 +74,11 @@ class OuterState:
       theta=replaced(self.theta, p, theta),
       opt_state=replaced(self.opt_state, p, opt_state),
     )
+
+  def with_own(self, p: int, name: str, own: PyTree) -> "OuterState":
+    """Returns the state with another state of the plug-in `name` for fragment p."""
+    mine = {**self.own[p], name: own}
+    return dataclasses.replace(self, own=replaced(self.own, p, mine))
 
   def after_send(
     self,

@@ -6,8 +6,8 @@ Without fragments, as in data-parallel, nothing is ever sent or merged.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,19 @@ from diloco.wire import exchange
 from diloco.wire.transport import Transport, make_transport
 
 
+class Step(Protocol):
+  """Lines 6 to 12, as `outer.outer_step`, or with what a plug-in puts around them."""
+
+  def __call__(
+    self,
+    sync: "Streaming",
+    t: int,
+    params_M: PyTree,
+    state: OuterState,
+    last_send: int | None = None,
+  ) -> tuple[PyTree, OuterState, list[Event]]: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Streaming:
   """Synchronises M replicas: lines 6 to 12 of Algorithm 2 (arXiv 2501.18512).
@@ -57,7 +70,7 @@ class Streaming:
     transport: carries the payloads between replicas.
     lines_7_8: `outer.send` or `fused.send`.
     lines_10_11: `outer.update` or `fused.update`, in place or not.
-    outer_step: lines 6 to 12; `outer.outer_step`, or that of a plug-in.
+    outer_step: lines 6 to 12, with what plug-ins put around these lines.
   """
 
   schedule: Schedule
@@ -83,11 +96,13 @@ class Streaming:
 
   def init(self, params_M: PyTree) -> OuterState:
     """Makes the first outer state; its parameters are those of replica 0."""
-    parts = []
+    parts, own = list[Parts](), list[dict[str, PyTree]]()
     for p, layers in enumerate(self.layers):
-      theta, opt_state, codec_state = _init_fragment(params_M, layers, **self._kind(p))
+      init = functools.partial(_init_fragment, **self._kind(p))
+      (theta, opt_state, codec_state), mine = init(params_M, layers)
       parts.append((*self.place.keep((theta, opt_state)), codec_state))
-    return _outer_state(parts, {})
+      own.append(mine)
+    return _outer_state(parts, {}, own)
 
   def abstract(
     self, params_M: PyTree, in_flight: Iterable[int] = (), fsdp: int | None = None
@@ -99,21 +114,23 @@ class Streaming:
       in_flight: fragments whose payloads the state holds.
       fsdp: size of the fsdp axis that encoded the payloads; None: as in this mesh.
     """
-    parts = []
+    parts, own = list[Parts](), list[dict[str, PyTree]]()
     for p, layers in enumerate(self.layers):
       init = functools.partial(_init_fragment, **self._kind(p))
-      state = jax.eval_shape(init, params_M, layers)
+      state, mine = jax.eval_shape(init, params_M, layers)
       theta_at, opt_at, codec_at = _outer_shardings(state, self.outer, self.mesh)
       places = (*self.place.shardings((theta_at, opt_at)), codec_at)
       parts.append(sharding.structs(state, places))
+      mine_at = _own_shardings(mine, state[0], self.replicas, self.mesh)
+      own.append(sharding.structs(mine, mine_at))
     payload = lambda p: cast(jax.Array, self.payload(p, fsdp))  # Its shape alone.
-    return _outer_state(parts, {p: InFlight(payload(p)) for p in in_flight})
+    return _outer_state(parts, {p: InFlight(payload(p)) for p in in_flight}, own)
 
   def step(
     self, t: int, params_M: PyTree, state: OuterState, last_send: int | None = None
   ) -> tuple[PyTree, OuterState, list[Event]]:
     """Runs lines 6 to 12 after inner step t; see `outer.outer_step`."""
-    return self.outer_step(self, t, params_M, state, last_send)
+    return self.outer_step.run(self, t, params_M, state, last_send)
 
   def drain(
     self, last: int, params_M: PyTree, state: OuterState, final_sync: bool = False
@@ -262,8 +279,13 @@ class Streaming:
 
   def _kind(self, p: int) -> dict[str, Any]:
     """Returns static arguments of `_init_fragment`."""
-    present = {"wire": self.wire, "outer": self.outer, "mesh": self.mesh}
-    return {"keys": tuple(self.shapes[p]), **present}
+    return {
+      "keys": tuple(self.shapes[p]),
+      "wire": self.wire,
+      "outer": self.outer,
+      "states": tuple(self.outer_step.states.items()),
+      "mesh": self.mesh,
+    }
 
 
 def make_streaming(
@@ -300,9 +322,9 @@ def make_streaming(
     optimizers.outer_shardings(
       outer_optimizer, sharding.abstract(part, "float32"), mesh
     )
-  step: OuterStep = outer.outer_step
+  step = OuterStep(outer.outer_step)
   for extension in c.extensions:
-    step = extension.outer_step(c, step)
+    step = extension.wrap(c, step)
   return Streaming(
     schedule=schedule or c.make_schedule(),
     fragments=fragments,
@@ -334,7 +356,7 @@ def choose_update(wire: WireConfig, optimizer: Outer, place: OnDevices) -> Wrapp
   return form.update if isinstance(place, OnHosts) else form.update_in_place
 
 
-@functools.partial(jax.jit, static_argnames=("keys", "wire", "outer", "mesh"))
+@functools.partial(jax.jit, static_argnames=("keys", "wire", "outer", "states", "mesh"))
 def _init_fragment(
   params_M: PyTree,
   layers: np.ndarray,
@@ -342,16 +364,20 @@ def _init_fragment(
   keys: tuple[str, ...],
   wire: WireConfig,
   outer: Outer,
+  states: tuple[tuple[str, Callable[[PyTree], PyTree]], ...],
   mesh: Mesh,
-) -> Parts:
-  """Makes the first theta, opt_state and codec_state of a fragment."""
+) -> tuple[Parts, dict[str, PyTree]]:
+  """Makes the first theta, opt_state and codec_state of a fragment, and `own`."""
   part_M = slices.take(params_M, keys, layers)
   theta = jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), part_M)
   opt_state = optimizers.make_outer(outer).init(theta)
-  codec_state = exchange.init_state(wire, jax.tree.map(jnp.float32, part_M))
-  state = (theta, opt_state, codec_state)
-  places = _outer_shardings(state, outer, mesh)
-  return jax.lax.with_sharding_constraint(state, places)
+  part_M = jax.tree.map(jnp.float32, part_M)
+  state = (theta, opt_state, exchange.init_state(wire, part_M))
+  own = {name: init(part_M) for name, init in states}
+  replicas = len(jax.tree.leaves(part_M)[0])
+  own_at = _own_shardings(own, theta, replicas, mesh)
+  places = _outer_shardings(state, outer, mesh), own_at
+  return jax.lax.with_sharding_constraint((state, own), places)
 
 
 def _outer_shardings(state: Parts, outer: Outer, mesh: Mesh) -> Parts:
@@ -365,7 +391,23 @@ def _outer_shardings(state: Parts, outer: Outer, mesh: Mesh) -> Parts:
   return theta_at, opt_at, codec_at
 
 
-def _outer_state(parts: list[Parts], in_flight: dict[int, InFlight]) -> OuterState:
+def _own_shardings(
+  own: dict[str, PyTree], theta: PyTree, replicas: int, mesh: Mesh
+) -> PyTree:
+  """Returns device shardings of what plug-ins keep for a fragment."""
+  places = sharding.shardings(theta, mesh)
+  led = lambda x: jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype)
+  return optimizers.places_like(
+    own,
+    (theta, places),
+    (jax.tree.map(led, theta), sharding.with_leading(places, (REPLICA,))),
+    whole=NamedSharding(mesh, P()),
+  )
+
+
+def _outer_state(
+  parts: list[Parts], in_flight: dict[int, InFlight], own: list[dict[str, PyTree]]
+) -> OuterState:
   """Joins theta, opt_state and codec_state of each fragment."""
   thetas, opt_states, codec_states = zip(*parts) if parts else ((), (), ())
-  return OuterState(thetas, opt_states, codec_states, in_flight)
+  return OuterState(thetas, opt_states, codec_states, in_flight, tuple(own))

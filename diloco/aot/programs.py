@@ -138,6 +138,8 @@ class Programs:
     place["outer optimizer"] = nbytes(outer.opt_state)
     if jax.tree.leaves(outer.codec_state):
       self.on_device["compressor"] = nbytes(outer.codec_state)
+    if jax.tree.leaves(outer.own):
+      self.on_device["plug-ins"] = nbytes(outer.own)
     kept = [nbytes(x) for x in payloads]
     if c.outer.offload:
       kept = [k + nbytes(o) for k, o in zip(kept, zip(outer.theta, outer.opt_state))]
@@ -155,8 +157,8 @@ class Programs:
     wire = {"wire": c.wire, "mesh": self.mesh}
     merged = {"parameters": params, "outer parameters": theta}
     sent = merged | {"compressor": codec_state}
-    for extension in c.extensions:
-      for call in extension.programs(c, sync, self.state):
+    for average in c.averages.values():
+      for call in average.programs(sync, self.state):
         self._add(call.name, call.held, call.function, *call.args, **call.kwargs)
     mine = (params, theta, codec_state, layers, key)
     self._add("send", sent, sync.lines_7_8, *mine, **wire)

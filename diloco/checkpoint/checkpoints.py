@@ -300,6 +300,7 @@ def tree_of(state: TrainState) -> dict[str, Any]:
     "theta": list(state.outer.theta),
     "outer_opt_state": list(state.outer.opt_state),
     "codec_state": list(state.outer.codec_state),
+    "own": list(state.outer.own),
     "in_flight": {p: x.payload for p, x in state.outer.in_flight.items()},
   }
   return {name: part for name, part in tree.items() if jax.tree.leaves(part)}

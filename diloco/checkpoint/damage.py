@@ -97,7 +97,8 @@ def read_arrays(workdir: pathlib.Path, step: int, like: PyTree) -> PyTree:
     workdir: folder of the run.
     step: step of the checkpoint.
     like: shapes, dtypes and shardings of the saved tree, or of some of its parts:
-      `params`, `opt_state`, `theta`, `outer_opt_state`, `codec_state`, `in_flight`.
+      `params`, `opt_state`, `theta`, `outer_opt_state`, `codec_state`, `own`,
+      `in_flight`.
 
   Raises:
     Exception: arrays are missing or damaged; Orbax has no narrower type for this.

@@ -120,8 +120,9 @@ def traffic(c: Config) -> tuple[int, int]:
     most = max(most, sizes.exchanged_bytes(c.wire, shapes))
     sent += times * sizes.sync_bytes(c.wire, c.replicas, shapes)
   warm = min(c.joint_steps, c.train.steps)
-  for every, in_average, _ in c.averages.values():
-    sent += (c.train.steps // every - warm // every) * in_average
+  for average in c.averages.values():
+    times = c.train.steps // average.every - warm // average.every
+    sent += times * average.sent
   return most, sent
 
 

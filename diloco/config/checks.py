@@ -132,10 +132,10 @@ def check_together(
       f"overlap.taus is {c.overlap.taus}; give {c.replicas} whole numbers, one per"
       " replica, or leave it empty."
     )
-  c.make_schedule()
   check_names(c)
   for extension in c.effective:
     extension.check(c)
+  c.make_schedule()
 
 
 def divide(multiple: str, n: int, divisor: str, d: int) -> None:

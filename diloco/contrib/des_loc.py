@@ -37,7 +37,7 @@ from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Count, WireConfig
-from diloco.spec.plugins import Average, Call
+from diloco.spec.plugins import Average, Call, Timetable
 from diloco.spec.shapes import Shapes
 from diloco.util.types import PyTree
 from diloco.wire import exchange
@@ -76,12 +76,21 @@ class DesLoc(plugins.Extension):
     own = {"first_every": alone(c), "second_every": alone(c), "format": format}
     return {f"des_loc.{name}": effect for name, effect in own.items()}
 
-  def averages(self, c: Config) -> dict[str, Average]:
+  def schedule(self, c: Config) -> Timetable:
     """Counts one first and one second moment per parameter, as AdamW has."""
     periods = {FIRST: self.first_every, SECOND: self.second_every}
+    if not any(periods.values()):
+      return Timetable()
     sent = self.sent(c.wire, c.replicas, shapes.parameters(c.model))
-    run = lambda kind: partial(self.average, kind)
-    return {k: Average(every, sent, run(k)) for k, every in periods.items() if every}
+    return Timetable(
+      averages={
+        kind: Average(
+          every, sent, partial(self.average, kind), partial(self.programs, kind)
+        )
+        for kind, every in periods.items()
+        if every
+      }
+    )
 
   def wire(self, wire: WireConfig) -> WireConfig:
     """Returns how moments are sent, given how outer gradients are."""
@@ -100,7 +109,7 @@ class DesLoc(plugins.Extension):
       sizes.check(self.wire(c.wire))
     except ConfigError as error:
       raise ConfigError(str(error).replace("wire.", "des_loc.")) from error
-    if not self.averages(c):
+    if not (self.first_every or self.second_every):
       return
     params_1 = jax.tree.map(with_leading, abstract_params(c))
     state_1 = jax.eval_shape(jax.vmap(make_inner(c).init), params_1)
@@ -127,9 +136,8 @@ class DesLoc(plugins.Extension):
     opt_state = jax.tree.unflatten(structure, leaves)
     return dataclasses.replace(state, opt_state=opt_state), sent
 
-  def programs(self, c: Config, sync: Streaming, state: TrainState) -> Iterator[Call]:
-    for kind in self.averages(c):
-      yield from (call for _, call in self.calls(kind, sync, state))
+  def programs(self, kind: str, sync: Streaming, state: TrainState) -> Iterator[Call]:
+    return (call for _, call in self.calls(kind, sync, state))
 
   def calls(
     self, kind: str, sync: Streaming, state: TrainState

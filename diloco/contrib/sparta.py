@@ -35,7 +35,7 @@ from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import plugins, sizes
 from diloco.spec.fields import Positive, Share
-from diloco.spec.plugins import Average, Call
+from diloco.spec.plugins import Average, Call, Timetable
 from diloco.spec.shapes import Shapes, leaves, parameters, shard
 from diloco.util.types import PyTree
 
@@ -60,12 +60,13 @@ class Sparta(plugins.Extension):
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     return {"sparta.share": alone(c)}
 
-  def averages(self, c: Config) -> dict[str, Average]:
+  def schedule(self, c: Config) -> Timetable:
     if not self.share:
-      return {}
+      return Timetable()
     values = count(self.share, parameters(c.model))
     sent = sizes.average_bytes(c.replicas, values)
-    return {KIND: Average(self.every, sent, self.average)}
+    average = Average(self.every, sent, self.average, self.programs)
+    return Timetable(averages={KIND: average})
 
   def average(
     self, t: int, sync: Streaming, state: TrainState
@@ -76,12 +77,10 @@ class Sparta(plugins.Extension):
     sent = sizes.average_bytes(sync.replicas, values)
     return dataclasses.replace(state, params=params), sent
 
-  def programs(self, c: Config, sync: Streaming, state: TrainState) -> Iterator[Call]:
-    if self.share:
-      key = jax.eval_shape(lambda: jax.random.key(0))
-      kwargs = {"share": self.share, "mesh": sync.mesh}
-      held = {"parameters": state.params}
-      yield Call(KIND, held, average, (state.params, key), kwargs)
+  def programs(self, sync: Streaming, state: TrainState) -> Iterator[Call]:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    kwargs = {"share": self.share, "mesh": sync.mesh}
+    yield Call(KIND, {"parameters": state.params}, average, (state.params, key), kwargs)
 
 
 plugins.register("fields", "sparta", Sparta)

@@ -31,13 +31,13 @@ from diloco.algorithm import optimizers, outer
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.slices import take
 from diloco.algorithm.state import Event, OuterState
-from diloco.algorithm.streaming import Streaming
+from diloco.algorithm.streaming import Step, Streaming
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins
 from diloco.spec.fields import Count
-from diloco.spec.plugins import OuterStep, Rule
+from diloco.spec.plugins import OuterStep, Rule, Timetable
 from diloco.util.types import PyTree
 
 
@@ -64,12 +64,12 @@ class WarmStart(plugins.Extension):
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     return {"warm_start.momentum": (not self.steps, "warm_start.steps is 0")}
 
-  def joint_steps(self, c: Config) -> int:
-    return self.steps
+  def schedule(self, c: Config) -> Timetable:
+    return Timetable(joint_steps=self.steps)
 
-  def outer_step(self, c: Config, step: OuterStep) -> OuterStep:
-    own = partial(outer_step, momentum=self.momentum, step=step)
-    return own if self.steps else step
+  def wrap(self, c: Config, step: OuterStep) -> OuterStep:
+    run = partial(outer_step, momentum=self.momentum, step=step.run)
+    return dataclasses.replace(step, run=run) if self.steps else step
 
 
 plugins.register("fields", "warm_start", WarmStart)
@@ -83,7 +83,7 @@ def outer_step(
   last_send: int | None = None,
   *,
   momentum: bool,
-  step: OuterStep = outer.outer_step,
+  step: Step = outer.outer_step,
 ) -> tuple[PyTree, OuterState, list[Event]]:
   """Lets fragments that are due follow the replicas, then runs `step`."""
   followed = list[Event]()

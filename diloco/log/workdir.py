@@ -10,6 +10,7 @@ from diloco.config import Config, changed, complete
 from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.log import metrics
+from diloco.spec import plugins
 from diloco.util import files
 
 # Before the error of one of several runs that train together, in its log.txt. Their
@@ -66,7 +67,8 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
       raise ConfigError(f"{part} has no config.json that can be read.")
     configs.append(complete(saved))
   first, *others = (leaves(c.to_dict()) for c in configs)
-  summed = sum((x.summed() for x in configs[0].extensions), _SUMMED)
+  transport = plugins.NAMES["overlap.transport"][configs[0].overlap.transport]
+  summed = (*_SUMMED, *transport.summed)
   whole = {f: sum((v[f] for v in others), first[f]) for f in summed}
   # Parts may have batches of their own, which some replicas or shards do not divide.
   rows = whole["data.shards"] or whole["replicas"]

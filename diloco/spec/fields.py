@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
 from diloco.spec.fragments import Fragment, make_fragments
-from diloco.spec.plugins import NAMES, Average, Extension, Group
+from diloco.spec.plugins import NAMES, Average, Extension, Group, Timetable
 from diloco.spec.schedule import Schedule
 
 
@@ -422,10 +422,15 @@ class Config(Extended):
     """Whether one model is trained on the batches of all replicas (data-parallel)."""
     return self.algorithm == "data_parallel"
 
+  @functools.cached_property
+  def timetables(self) -> list[Timetable]:
+    """What plug-ins average besides the outer gradients."""
+    return [x.schedule(self) for x in self.extensions]
+
   @property
   def joint_steps(self) -> int:
     """The first steps, in which replicas average gradients and send nothing else."""
-    steps = (x.joint_steps(self) for x in self.extensions)
+    steps = (x.joint_steps for x in self.timetables)
     return 0 if self.one_model else max(steps, default=0)
 
   @property
@@ -453,11 +458,10 @@ class Config(Extended):
     """The step at which the schedule of the inner learning rate ends."""
     return self.inner.decay_steps or self.train.steps
 
-  @functools.cached_property
+  @property
   def averages(self) -> dict[str, Average]:
     """What plug-ins average between the syncs, by kind."""
-    each = (x.averages(self) for x in self.extensions)
-    return {kind: average for found in each for kind, average in found.items()}
+    return {kind: a for x in self.timetables for kind, a in x.averages.items()}
 
   def averages_after(self, t: int) -> list[str]:
     """Lists the averages after inner step t; in joint steps, replicas are equal."""

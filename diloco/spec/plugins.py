@@ -31,6 +31,7 @@ from diloco.util.types import PyTree
 if TYPE_CHECKING:
   import optax
   from jax import Array
+  from jax.stages import Wrapped
 
   from diloco.spec.fields import Config, WireConfig
   from diloco.spec.shapes import Architecture
@@ -40,10 +41,6 @@ CONTRIB = "diloco.contrib"
 REMOVED = {
   *("delayed_nesterov", "eager", "falling", "gpa", "noloco", "radial", "restarted"),
 }
-
-# Lines 6 to 12, with the arguments of `outer.outer_step`; returns the parameters, the
-# outer state and the events.
-OuterStep: TypeAlias = Callable[..., tuple[PyTree, PyTree, list[Any]]]
 
 
 class NotTrusted(ConfigError):
@@ -56,14 +53,14 @@ class Call(NamedTuple):
   Attributes:
     name: of the program.
     held: {part of the state: its arrays that are arguments}.
-    function: the jitted function; none is known here, because this file needs no JAX.
+    function: the jitted function.
     args: its arguments.
     kwargs: its keyword arguments.
   """
 
   name: str
   held: Mapping[str, PyTree]
-  function: Any
+  function: "Wrapped"
   args: tuple[PyTree, ...]
   kwargs: Mapping[str, object]
 
@@ -94,11 +91,48 @@ class Average(NamedTuple):
     run: averages them after inner step t, before the outer step. Arguments: t, the
       `Streaming`, the `TrainState`. Returns the new `TrainState`, and the bytes that
       one replica's devices sent.
+    programs: yields the programs of `run` for the dry run. Arguments: the `Streaming`
+      and the shapes of the `TrainState`.
   """
 
   every: int
   sent: int
-  run: Callable[..., tuple[Any, int]]
+  run: Callable[..., tuple[PyTree, int]]
+  programs: Callable[..., Iterable[Call]] = lambda sync, state: ()
+
+
+class Timetable(NamedTuple):
+  """What replicas average besides the outer gradients, and when.
+
+  Attributes:
+    joint_steps: the first inner steps, in which replicas average gradients and stay
+      equal.
+    averages: what they average between the syncs, by kind.
+  """
+
+  joint_steps: int = 0
+  averages: Mapping[str, Average] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterStep:
+  """Lines 6 to 12 of Algorithm 2, with what plug-ins put around these lines.
+
+  Attributes:
+    run: called as run(sync, t, params_M, state, last_send) after inner step t, where
+      `sync` is the `Streaming`. Returns parameters, outer state and events, as
+      `outer.outer_step` does.
+    states: {name: init}: what `run` keeps for each fragment p in `state.own[p][name]`,
+      which is saved and resumed. `init` takes the fragment's parameters of all
+      replicas, float32 leaves (M, n, ...) under `blocks`, else (M, ...). It returns a
+      tree of arrays. Trees like the parameters are sharded like these, with or without
+      the axis M; every device of a replica holds all other arrays whole.
+  """
+
+  run: Callable[..., tuple[PyTree, PyTree, list[PyTree]]]
+  states: Mapping[str, Callable[[PyTree], PyTree]] = dataclasses.field(
+    default_factory=dict
+  )
 
 
 class Compressor(NamedTuple):
@@ -145,11 +179,13 @@ class Transport(NamedTuple):
       all replicas train together. A checkpoint of such a process has nothing in flight,
       and mesh.fsdp does not change its codes.
     make_part: makes this `session.Part`; `diloco.main` has its arguments.
+    summed: fields that are summed over the parts of a run.
   """
 
   at_hosts: bool
   needs: str = ""
-  make_part: Callable[..., Any] | None = None
+  make_part: Callable[..., PyTree] | None = None
+  summed: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,26 +227,20 @@ class Extension:
     """
     return ()
 
-  def summed(self) -> tuple[str, ...]:
-    """Lists the fields of this group that are summed over the parts of a run."""
-    return ()
+  def schedule(self, c: "Config") -> Timetable:
+    """Returns what replicas average besides the outer gradients, and when."""
+    return Timetable()
 
-  def joint_steps(self, c: "Config") -> int:
-    """Counts the first steps, in which replicas average gradients and stay equal."""
-    return 0
-
-  def averages(self, c: "Config") -> dict[str, Average]:
-    """Returns what is averaged between the syncs, by kind."""
-    return {}
-
-  def outer_step(self, c: "Config", step: OuterStep) -> OuterStep:
-    """Returns what runs in place of `step` (lines 6 to 12), and may call it.
-
-    `step` is `outer.outer_step`, or what another plug-in has put in its place.
-    """
+  def wrap(self, c: "Config", step: OuterStep) -> OuterStep:
+    """Returns what runs in place of `step`, and may call `step.run`."""
     return step
 
-  def inner_optimizer(self, c: "Config", clip: Any, make: Callable[..., Any]) -> Any:
+  def inner_optimizer(
+    self,
+    c: "Config",
+    clip: "optax.GradientTransformation",
+    make: "Callable[[int], optax.GradientTransformation]",
+  ) -> "optax.GradientTransformation | None":
     """Returns an optimizer in place of `optax.chain(clip, make(1))`; None: that one.
 
     Args:
@@ -218,10 +248,7 @@ class Extension:
       make: makes the config's optimizer; its argument counts the axes that a tensor
         under `blocks` has before those of a layer.
     """
-
-  def programs(self, c: "Config", sync: Any, state: PyTree) -> Iterable[Call]:
-    """Yields programs for the dry run, beside those of Algorithm 2."""
-    return ()
+    return None
 
 
 Group = TypeVar("Group", bound=Extension)

@@ -124,7 +124,7 @@ def plan_of(program: Program, start: ref.Params) -> Streaming:
     of = c.wire.compressor
     c.wire.compressor = f"error_feedback(beta={program.feedback}, of={of!r})"
   if program.keep:
-    c.wire.compressor = f"delayed_averaging(of={c.wire.compressor!r})"
+    c.delayed_averaging.on = True
   c.wire.exchange = program.exchange
   c = resolve(c)
   mesh = make_mesh(c, jax.devices()[:1])

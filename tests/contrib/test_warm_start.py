@@ -21,6 +21,7 @@ from diloco.contrib import warm_start
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.mesh.devices import make_mesh
+from diloco.spec.plugins import OuterStep
 from diloco.spec.schedule import Schedule
 from diloco.train import train
 from diloco.wire.ledger import gradient_bytes
@@ -82,7 +83,7 @@ def test_fragments_follow_and_momentum_grows_as_in_numpy(warm, tau, accumulates)
   # The library refuses a warm start, whose gradients it cannot average.
   schedule = dataclasses.replace(method.sync.schedule, joint_steps=warm)
   step = functools.partial(warm_start.outer_step, momentum=accumulates)
-  fields = {"schedule": schedule, "outer_step": step}
+  fields = {"schedule": schedule, "outer_step": OuterStep(step)}
   sync = dataclasses.replace(method.sync, **fields)
   method = dataclasses.replace(method, sync=sync)
   state, kinds = method.init(params_M), {}

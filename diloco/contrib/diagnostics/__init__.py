@@ -26,7 +26,7 @@ class Diagnostics(plugins.Extension):
   def free(self) -> tuple[str, ...]:
     return ("diagnostics.",)
 
-  def outer_step(self, c: Config, step: OuterStep) -> OuterStep:
+  def wrap(self, c: Config, step: OuterStep) -> OuterStep:
     import jax
 
     from diloco.contrib.diagnostics.outer_step import MeasuredStep
@@ -36,7 +36,8 @@ class Diagnostics(plugins.Extension):
         f"diagnostics.every is {self.every}, whose metrics have NaN where nothing is"
         " measured, but JAX_DEBUG_NANS is set; unset one of them."
       )
-    return MeasuredStep(c, self.every, step) if self.every else step
+    run = MeasuredStep(c, self.every, step.run)
+    return dataclasses.replace(step, run=run) if self.every else step
 
 
 plugins.register("fields", "diagnostics", Diagnostics)

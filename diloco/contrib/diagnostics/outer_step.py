@@ -19,7 +19,7 @@ from jax.stages import Wrapped
 
 from diloco.algorithm.inner import each_replica
 from diloco.algorithm.state import Event, OuterState
-from diloco.algorithm.streaming import Streaming
+from diloco.algorithm.streaming import Step, Streaming
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
 from diloco.contrib.diagnostics import measure
@@ -27,7 +27,6 @@ from diloco.data import make_eval_set
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.model import registry
-from diloco.spec.plugins import OuterStep
 from diloco.util.types import PyTree
 
 # Part of a step's sequences, to bound the cost: a merge needs two forward passes.
@@ -47,7 +46,7 @@ class MeasuredStep:
 
   c: Config
   every: int
-  step: OuterStep
+  step: Step
   batch: tuple[jax.Array, jax.Array] | None = None
 
   def __call__(

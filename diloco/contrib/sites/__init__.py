@@ -90,9 +90,6 @@ class SitesConfig(plugins.Extension):
   def free(self) -> tuple[str, ...]:
     return tuple(f"sites.{x.name}" for x in dataclasses.fields(self)[1:])
 
-  def summed(self) -> tuple[str, ...]:
-    return ("sites.count",)
-
 
 def make_part(c: Config, site: int, address: str) -> Any:
   """Imports `site.make_part`, which needs JAX, and calls it."""
@@ -106,6 +103,9 @@ plugins.register(
   "overlap.transport",
   "sites",
   Transport(
-    at_hosts=True, needs="--group and --site (docs/sites.md)", make_part=make_part
+    at_hosts=True,
+    needs="--group and --site (docs/sites.md)",
+    make_part=make_part,
+    summed=("sites.count",),
   ),
 )

@@ -14,6 +14,7 @@ from diloco.config import default_config, resolve
 from diloco.contrib.diagnostics import measure
 from diloco.contrib.diagnostics.outer_step import MeasuredStep
 from diloco.mesh.devices import make_mesh
+from diloco.spec.plugins import OuterStep
 from diloco.wire import exchange
 
 LAYERS = 5
@@ -222,7 +223,9 @@ def test_the_chosen_syncs_are_measured_and_nothing_else_changes():
     last = last_send or t  # As in a drain, which computes no losses of a model.
     return MeasuredStep(None, 2, outer_step)(sync, t, params_M, state, last)
 
-  on, found = train(dataclasses.replace(make(**fields), outer_step=measured), 34)
+  on, found = train(
+    dataclasses.replace(make(**fields), outer_step=OuterStep(measured)), 34
+  )
   for x, y in zip(on, off, strict=True):
     np.testing.assert_array_equal(x, y)
   assert found.keys() == without.keys()

@@ -135,7 +135,7 @@ def test_the_outer_step_of_another_plugin_is_measured_in_any_order(tiny):
   def step_of(*names):
     tiny.plugins = names
     c = resolve(tiny)
-    return make_streaming(c, make_mesh(c, jax.devices()[:1])).outer_step
+    return make_streaming(c, make_mesh(c, jax.devices()[:1])).outer_step.run
 
   measured = step_of("warm_start", "diagnostics")
   assert isinstance(measured, MeasuredStep)

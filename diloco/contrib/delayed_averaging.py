@@ -1,0 +1,131 @@
+"""Delayed averaging: a replica keeps the inner steps that it took during an exchange.
+
+A fragment arrives tau inner steps after it was sent. Line 12 with alpha = 0 then drops
+these steps: theta_m <- theta. Delayed averaging adds them to the outer parameters:
+
+  theta_m <- theta + theta_m(t) - theta_m(t - tau)
+
+So the next outer gradient covers all H steps, and nothing more is sent. The outer
+gradient of the last send tells theta_m(t - tau). It is kept for each fragment: one more
+copy of the parameters in float32.
+
+Delayed Gradient Averaging (Zhu et al., NeurIPS 2021) does this without outer optimizer:
+when the mean of the updates arrives, a replica puts it in place of its own update, and
+keeps what it trained since. We read the abstract and a description of the formula.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco.algorithm.slices import outer_gradient, put, take
+from diloco.algorithm.state import Event, OuterState
+from diloco.algorithm.streaming import Step, Streaming
+from diloco.config import Config
+from diloco.errors import ConfigError
+from diloco.spec import plugins
+from diloco.spec.plugins import OuterStep, Rule
+from diloco.util.types import PyTree
+
+NAME = "delayed_averaging"
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedAveraging(plugins.Extension):
+  """Delayed averaging: keeps the inner steps that an arriving fragment would drop."""
+
+  # Whether a replica keeps the inner steps that it took during an exchange.
+  on: bool = False
+
+  rules = (
+    Rule(
+      f"{NAME}.on",
+      None,
+      "which adds the inner steps during an exchange to the outer parameters",
+      {"overlap.alpha": (0,), "overlap.transport": ("device", "host")},
+    ),
+  )
+
+  def check(self, c: Config) -> None:
+    if self.on and len({*c.overlap.taus}) > 1:
+      raise ConfigError(
+        f"{NAME}.on is true, but overlap.taus is {c.overlap.taus}; choose equal ones."
+      )
+
+  def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
+    reason = "overlap.tau is 0: no inner step runs during an exchange"
+    return {f"{NAME}.on": (not any(c.overlap.taus), reason)}
+
+  def wrap(self, c: Config, step: OuterStep) -> OuterStep:
+    if not self.on:
+      return step
+    run = partial(outer_step, step=step.run)
+    return OuterStep(run, {**step.states, NAME: zeros})
+
+
+plugins.register("fields", NAME, DelayedAveraging)
+
+
+def zeros(part_M: PyTree) -> PyTree:
+  """Returns what a fragment keeps before its first send."""
+  return jax.tree.map(jnp.zeros_like, part_M)
+
+
+def outer_step(
+  sync: Streaming,
+  t: int,
+  params_M: PyTree,
+  state: OuterState,
+  last_send: int | None = None,
+  *,
+  step: Step,
+) -> tuple[PyTree, OuterState, list[Event]]:
+  """Runs `step`; then adds the steps since the send to the fragments that arrived."""
+  kept = dict[int, PyTree]()
+  sent = sync.schedule.sends(t, last_send)  # With tau = 0 there are no such steps.
+  for p, _ in sync.schedule.arrivals(t, last_send):
+    if p not in sent:
+      theta = sync.place.fetch(state.theta[p])
+      kept[p] = steps_since(params_M, theta, state.own[p][NAME], sync.layers[p])
+  for p in sent:
+    theta = sync.place.fetch(state.theta[p])
+    gradient_M = gradient(params_M, theta, sync.layers[p])
+    state = state.with_own(p, NAME, gradient_M)
+  params_M, state, events = step(sync, t, params_M, state, last_send)
+  for p, steps_M in kept.items():
+    params_M = keep(params_M, steps_M, sync.layers[p])
+  return params_M, state, events
+
+
+@jax.jit
+def gradient(params_M: PyTree, theta: PyTree, layers: np.ndarray) -> PyTree:
+  """Returns the outer gradient of a fragment, float32 leaves (M, ...).
+
+  Args:
+    params_M: parameters of all replicas.
+    theta: outer parameters of the fragment.
+    layers: int32 (n,), the fragment's layers.
+  """
+  return jax.tree.map(outer_gradient, theta, take(params_M, theta, layers))
+
+
+@jax.jit
+def steps_since(
+  params_M: PyTree, theta: PyTree, sent_M: PyTree, layers: np.ndarray
+) -> PyTree:
+  """Returns theta_m(t) - theta_m(t - tau) of a fragment that was sent at t - tau.
+
+  Args:
+    params_M, theta, layers: as for `gradient`; theta is as it was at the send.
+    sent_M: `gradient` at the send.
+  """
+  return jax.tree.map(jnp.subtract, sent_M, gradient(params_M, theta, layers))
+
+
+@partial(jax.jit, donate_argnums=0)
+def keep(params_M: PyTree, steps_M: PyTree, layers: np.ndarray) -> PyTree:
+  """Adds steps to a fragment of the replicas' parameters, which are donated."""
+  return put(params_M, steps_M, layers, lambda x_M, s_M: (x_M + s_M).astype(x_M.dtype))
