@@ -1,9 +1,12 @@
-"""Starts Python in a process of its own, which finds the package and the tests."""
+"""Runs commands: in this process, or in one of its own that finds package and tests."""
 
+import contextlib
+import io
 import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -12,6 +15,19 @@ def environment(**more: str) -> dict[str, str]:
   """Variables of a process."""
   paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
   return {**os.environ, "PYTHONPATH": paths, **more}
+
+
+def called(
+  main: Callable[[Sequence[str]], int | None], *args: str | pathlib.Path
+) -> subprocess.CompletedProcess[str]:
+  """Calls a command's `main` in this process; returns what a process would return."""
+  out, err = io.StringIO(), io.StringIO()
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    try:
+      status = main([*map(str, args)]) or 0
+    except SystemExit as end:
+      status = int(end.code or 0)
+  return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
 
 
 def start(*args: str | pathlib.Path, before=(), **more) -> subprocess.Popen:

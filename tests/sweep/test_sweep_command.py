@@ -19,6 +19,7 @@ from fake_runs import (
   rows_of,
   write_run,
 )
+from running import called
 
 from diloco.cli import sweep as cli
 from diloco.config import complete
@@ -118,7 +119,6 @@ def _done(results: pathlib.Path) -> dict:
   return {name: row for name, row in rows.items() if row["status"] == "done"}
 
 
-@pytest.mark.integration("runs a sweep")
 def test_two_drivers_do_not_share_results(tmp_path):
   finish(make_driver(make_sweep(), tmp_path / "from", Fake()))
   export(rows_of(tmp_path / "from"), tmp_path / "out.csv")
@@ -129,13 +129,12 @@ def test_two_drivers_do_not_share_results(tmp_path):
     (f"--import={tmp_path / 'out.csv'}",),
   ):
     with alone(tmp_path):
-      done = sweep_command(*command, f"--results={tmp_path}")
+      done = called(cli.main, *command, f"--results={tmp_path}")
     assert done.returncode == 2
     assert "has a driver already" in done.stderr
   assert [row["error"] for row in rows_of(tmp_path)] == ["It failed."]
 
 
-@pytest.mark.integration("runs a sweep")
 def test_an_export_with_a_sweep_has_the_runs_of_this_sweep_only(tmp_path):
   results, out = tmp_path / "results", tmp_path / "out.csv"
   text = SWEEP_FILE.format(tests=str(ROOT / "tests"))
@@ -144,8 +143,11 @@ def test_an_export_with_a_sweep_has_the_runs_of_this_sweep_only(tmp_path):
   finish(make_driver(sweep, results, Fake()))
   names = {row["name"] for row in rows_of(results)}
   finish(make_driver(make_sweep(), results, Fake()))
-  done = sweep_command(
-    f"--results={results}", f"--sweep={tmp_path / 'sweep.py'}", f"--export={out}"
+  done = called(
+    cli.main,
+    f"--results={results}",
+    f"--sweep={tmp_path / 'sweep.py'}",
+    f"--export={out}",
   )
   assert done.returncode == 0, done.stderr
   with out.open(newline="") as file:
@@ -214,7 +216,6 @@ def test_a_table_with_losses_of_several_texts_says_so(tmp_path, capsys):
   assert said in capsys.readouterr().out
 
 
-@pytest.mark.integration("runs a sweep")
 def test_the_example_of_the_docs_trains_small_models(tmp_path):
   """Seven runs of 76,800 tokens take a minute; docs/sweep.md says how long."""
   text = (ROOT / "docs" / "sweep.md").read_text()
@@ -230,13 +231,12 @@ def test_the_example_of_the_docs_trains_small_models(tmp_path):
   assert {num_params(complete(c).model) for c in configs} == {103_744}
 
 
-@pytest.mark.integration("runs a sweep")
 def test_a_sweep_whose_cell_has_failed_ends_with_status_1(tmp_path):
   (tmp_path / "sweep.py").write_text(
     "from diloco.sweep.grid import Grid, Sweep\n"
     "def get_sweep():\n  return Sweep(dict, [Grid('g', [{}])])"
   )
-  done = sweep_command(f"--sweep={tmp_path / 'sweep.py'}", f"--results={tmp_path}/r")
+  done = called(cli.main, f"--sweep={tmp_path / 'sweep.py'}", f"--results={tmp_path}/r")
   assert done.returncode == 1
   assert "1 of 1 cells, 0 runs done, 0 running, 1 failed" in done.stderr
 
@@ -244,10 +244,10 @@ def test_a_sweep_whose_cell_has_failed_ends_with_status_1(tmp_path):
 def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
   missing = tmp_path / "typo"
   sweep = f"--sweep={ROOT / 'configs' / 'ladder.py'}"
-  done = sweep_command(f"--export={tmp_path / 'out.csv'}", f"--results={missing}")
+  done = called(cli.main, f"--export={tmp_path / 'out.csv'}", f"--results={missing}")
   assert done.returncode == 2
   assert "holds no runs" in done.stderr
-  done = sweep_command(sweep, "--show", f"--results={missing}")
+  done = called(cli.main, sweep, "--show", f"--results={missing}")
   waiting = [x.split() for x in done.stdout.splitlines() if x.startswith("waiting")]
   assert [x[2:5] for x in waiting] == [
     ["size=105", f"algorithm={algorithm}", f"replicas={m}"]
@@ -260,7 +260,7 @@ def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
   assert [plan.point["replicas"] for plan in driver.refused()] == [3]
   assert rows_of(tmp_path) == []
   with alone(tmp_path):  # A driver at work is no obstacle.
-    assert sweep_command(sweep, "--show", f"--results={tmp_path}").returncode == 0
+    assert called(cli.main, sweep, "--show", f"--results={tmp_path}").returncode == 0
 
 
 def test_a_sweep_is_shown_without_results_and_imports_what_lies_beside_it(
@@ -282,7 +282,6 @@ def test_a_sweep_is_shown_without_results_and_imports_what_lies_beside_it(
   assert "--results is missing; give the folder" in capsys.readouterr().err
 
 
-@pytest.mark.integration("a process for each mistake")
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
@@ -313,13 +312,12 @@ def test_a_sweep_is_shown_without_results_and_imports_what_lies_beside_it(
 )
 def test_flags_that_do_not_fit_are_refused(tmp_path, monkeypatch, flags, message):
   monkeypatch.chdir(tmp_path)
-  done = sweep_command(*flags)
+  done = called(cli.main, *flags)
   assert (done.returncode, done.stdout) == (2, "")
   assert message in done.stderr
   assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.integration("a process for each mistake")
 @pytest.mark.parametrize(
   ("text", "message"),
   [
@@ -335,18 +333,8 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, monkeypatch, flags, message
 )
 def test_an_error_of_a_sweep_file_is_one_sentence(tmp_path, text, message):
   (tmp_path / "sweep.py").write_text(text)
-  done = sweep_command(f"--sweep={tmp_path / 'sweep.py'}", f"--results={tmp_path}/r")
+  done = called(cli.main, f"--sweep={tmp_path / 'sweep.py'}", f"--results={tmp_path}/r")
   assert done.returncode == 2
   assert done.stderr.count("\n") == 1
   assert message in done.stderr
   assert not (tmp_path / "r").exists()
-
-
-def sweep_command(*arguments: str) -> subprocess.CompletedProcess:
-  return subprocess.run(
-    [sys.executable, "-m", "diloco.cli.sweep", *arguments],
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
