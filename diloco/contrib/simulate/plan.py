@@ -40,7 +40,15 @@ import numpy as np
 from diloco.config import Config, changed, resolve
 from diloco.config.comparable import basis, differing, model_fields
 from diloco.errors import ConfigError
-from diloco.simulate.arguments import Answer, Args, Command, Option, whole, workload
+from diloco.simulate.arguments import (
+  Answer,
+  Args,
+  Command,
+  Option,
+  assumed,
+  whole,
+  workload,
+)
 from diloco.simulate.limits import check
 from diloco.simulate.steady import steady_utilisation
 from diloco.spec.fields import Range
@@ -234,7 +242,11 @@ def plan(args: Args) -> Answer:
   best = recommended(rows)
   if best and "target" in args and best.hours_to_target is None:
     best = None  # No row reaches the target.
-  return {"rows": kept, "recommended": best}, show(kept, best, args)
+  step, link = assumed(args, workload(args))
+  link = f"{args['gbits']:g} Gbit/s, latency {link.partition('latency ')[2]}"
+  batch = f"batch of {c.tokens_per_step:,} tokens; ±: 90% interval"
+  lines = [step, f"assumed      {link}, {batch}", "", *show(kept, best, args)]
+  return {"rows": kept, "recommended": best}, "\n".join(lines)
 
 
 def run_seconds(c: Config, step: float, sync: float) -> float:
@@ -308,8 +320,8 @@ def timed(row: Row, curve: Sequence[tuple[float, float]], target: float) -> Row:
   return row
 
 
-def show(rows: Sequence[Row], best: Row | None, args: Args) -> str:
-  """Formats the rows, and recommends one."""
+def show(rows: Sequence[Row], best: Row | None, args: Args) -> list[str]:
+  """Formats the rows, and recommends one; before it stands what less loss costs."""
   head = f"{'method':<14}{'M':>3}{'H':>5}{'tau':>5} {'format':<9}{'busy':>7}"
   head += f"{'bytes/token':>13}{'loss, %':>16}{'hours':>10}"
   has_target = "target" in args
@@ -327,15 +339,19 @@ def show(rows: Sequence[Row], best: Row | None, args: Args) -> str:
     lines.append(f"{line}  {r.note}".rstrip())
   if best is None and has_target:
     why = f"no setting reaches {args['target']:g}"
-    return "\n".join([*lines, f"recommended  none: {why}; raise --target."])
+    return [*lines, f"recommended  none: {why}; raise --target."]
   if best is None:
     why = f"no setting keeps the replicas busy for {ENOUGH:.0%} of the time"
-    return "\n".join([*lines, f"recommended  none: {why}; raise --gbits, or H."])
+    return [*lines, f"recommended  none: {why}; raise --gbits, or H."]
+  slower = (r for r in rows if r.hours > best.hours and r.percent < best.percent)
+  if after := next(slower, None):
+    hours, points = after.hours - best.hours, best.percent - after.percent
+    lines.append(f"next row     {hours:.3g} h more for {points:.2f} points less loss")
   if best.method == "data_parallel":
-    return "\n".join([*lines, "recommended  --config.algorithm=data_parallel"])
+    return [*lines, "recommended  --config.algorithm=data_parallel"]
   flags = f"--config.sync_every={best.sync_every} --config.overlap.tau={best.tau}"
   flags += f" --config.wire.format={best.format} --config.replicas={best.replicas}"
-  return "\n".join([*lines, f"recommended  {flags}"])
+  return [*lines, f"recommended  {flags}"]
 
 
 def several(text: str) -> list[int]:

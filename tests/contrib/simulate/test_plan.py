@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import statistics
 
 import pytest
@@ -201,7 +202,10 @@ def test_more_replicas_share_the_batch_and_all_chips(capsys):
 
 
 def test_the_recommended_flags_can_be_typed(capsys, sample):
-  last = run(capsys, *SAMPLE, "--gbits=0.02").splitlines()[-1]
+  step, assumed, *_, after, last = run(capsys, *SAMPLE, "--gbits=0.02").splitlines()
+  assert step.split()[:2] == ["step", "0.06"]
+  assert "0.02 Gbit/s, latency 0 s, ideal link; 1,066,624 parameters, batch" in assumed
+  assert re.fullmatch(r"next row +\S+ h more for \S+ points less loss", after)
   _, *flags = last.split()
   c = load_config(str(ROOT / "configs" / "sample.py"), flags)
   assert c.sync_every in plan.H
