@@ -35,7 +35,6 @@ from diloco.util.command import (
   parse_options,
 )
 
-NOTES = 5  # The most notes in the text of `recommend`.
 ROWS = {
   "algorithm": "{algorithm}, M = {replicas}, {method} laws",
   "learning rate": "{learning_rate:.4g}",
@@ -201,9 +200,7 @@ def show_answer(answer: dict[str, Any]) -> str:
     del rows["outer learning rate"]
   else:
     rows["data-parallel's loss"] = _loss(answer, "dp_loss")
-  lines = [*rows.items(), *(("note", note) for note in answer["notes"][:NOTES])]
-  if (more := len(answer["notes"]) - NOTES) > 0:
-    lines.append(("note", f"{more} more: see --json."))
+  lines = [*rows.items(), *(("note", note) for note in answer["notes"])]
   return "\n".join(f"{name:<22}{text}" for name, text in lines)
 
 

@@ -7,13 +7,11 @@ may end at any moment: a later driver finds them by their names.
 import math
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from diloco.errors import ConfigError
 from diloco.sweep import job
 from diloco.sweep.table import digest
 from diloco.util import files, shipped
@@ -52,14 +50,8 @@ class Slurm:
     """Submits a job; if sbatch refuses, tries again after each of PAUSES.
 
     Raises:
-      ConfigError: there is no sbatch.
       ValueError: sbatch still refuses.
     """
-    if not shutil.which("sbatch"):
-      raise ConfigError(
-        "--backend is slurm, but sbatch is not on the PATH; start the sweep on a login"
-        " node."
-      )
     for pause in (*PAUSES, None):
       try:
         _ask(self.command(*runs), {**os.environ, **self.environment})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws import recommend as lib
-from diloco.scaling_laws.__main__ import NOTES, main
+from diloco.scaling_laws.__main__ import main
 from diloco.scaling_laws.fits import PowerLaw
 
 
@@ -237,20 +237,6 @@ def test_notes_list_the_problems_of_your_own_runs(tmp_path, capsys, own_rows):
   answer = ask(capsys, "--params=4e6", f"--results={write(path, rows)}", "--any")
   (note,) = answer["notes"]
   assert note.startswith("the runs of streaming_joint had 1 to 2 tokens per parameter")
-
-
-def test_the_answer_comes_before_its_notes(tmp_path, capsys, own_rows):
-  # Nothing was swept at the largest N, so each axis of its two cells is a problem.
-  best = [OWN_LOSS(4e6, m) for m in (1, 2)]
-  rows = [r for r in own_rows if r["params"] < 4e6 or r["loss"] in best]
-  path = write(tmp_path / "runs.csv", rows)
-  answer = ask(capsys, "--params=2e6", f"--results={path}", "--any")
-  assert [*answer][-1] == "notes"
-  assert len(answer["notes"]) > NOTES
-  assert main(["recommend", "--params=2e6", f"--results={path}", "--any"]) == 0
-  names = [line[:22].strip() for line in capsys.readouterr().out.splitlines()]
-  assert names.index("note") == len(names) - NOTES - 1
-  assert names[-1] == "note"
 
 
 def test_a_recommendation_needs_a_law_of_the_batch(tmp_path, capsys, own_rows):

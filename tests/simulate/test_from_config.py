@@ -10,9 +10,10 @@ from diloco.config import add_plugins, resolve
 from diloco.config.command_line import load_config
 from diloco.simulate import __main__ as command
 from diloco.simulate import arguments, from_config
+from diloco.simulate.compute_time import step_time
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
-from diloco.spec.shapes import num_params
+from diloco.spec.shapes import flops_per_token, num_params
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = f"{ROOT}/configs/chinchilla.py:1.3B,M=2,H=100"
@@ -190,3 +191,13 @@ def test_every_default_that_the_help_states_is_the_one_that_is_used():
     option = arguments.OPTIONS[name]
     stated = re.search(r"default (\w+)", option.help)[1]
     assert option.type(stated) == getattr(used, name), name
+
+
+def test_step_time_by_hand():
+  c = load_config(CONFIG)
+  flops = flops_per_token(c.model) * c.train.batch_size * 2048
+  seconds = flops / (64 * 200e12 * 0.3)
+  assert step_time(c, 64, 200, 0.3) == pytest.approx(seconds)
+  assert step_time(c) == pytest.approx(flops / (197e12 * 0.4))
+  with pytest.raises(ValueError, match="chips is 0, but must be above 0"):
+    step_time(c, chips=0)

@@ -29,16 +29,7 @@ from diloco.spec.fields import DataConfig
 from diloco.util import command
 
 
-def _run(args: argparse.Namespace) -> int:
-  try:
-    _prepare(args)
-  except KeyboardInterrupt:
-    print("Interrupted; start the same command again to continue.", file=sys.stderr)
-    return command.interrupted()
-  return 0
-
-
-def _prepare(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace) -> None:
   start = time.perf_counter()
   source, data_dir, workers = args.source, args.data_dir, args.workers
   output = command.make_folder(args.output, "--output")
