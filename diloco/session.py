@@ -429,6 +429,7 @@ def open_runs(
         stored = run.checkpoints.restore()
         if peers.index == 0:
           keep_tokenizer(run.workdir, evaluation.tokenizer)
+          plugins.keep(run.c.plugins, run.workdir)
       if stored and len(runs) > 1:  # The states of all runs have room on the host.
         stored = stored._replace(arrays=jax.device_get(stored.arrays))
       restored.append(stored)

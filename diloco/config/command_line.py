@@ -198,7 +198,7 @@ def _take_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
     raise ConfigError(f"--config is given as {' and as '.join(files)}; give one.")
   config = _check_file(files[0])
   named = [x for field, x in fields if field == "plugins"]
-  asked = dict(fields) | {"plugins": re.findall(r"[\w.]+", " ".join(named))}
+  asked = dict(fields) | {"plugins": re.findall(r"[^\s,()'\"\[\]]+", " ".join(named))}
   defaults = default_config(*plugins_of(leaves(config)), *plugins_of(asked))
   _fill_in(config, defaults)
   usual = leaves(Config().to_dict()) | leaves(defaults)

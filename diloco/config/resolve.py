@@ -97,7 +97,7 @@ def add_plugins(c: ml_collections.ConfigDict, *names: str) -> None:
     for name, fields in _extensions(names).items():
       if name not in c:
         c[name] = fields
-  c.plugins = tuple(dict.fromkeys((*c.plugins, *names)))
+  c.plugins = tuple(dict.fromkeys((*c.plugins, *map(plugins.module_of, names))))
 
 
 def _extensions(names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -120,8 +120,10 @@ def plugins_of(v: Mapping[str, Any]) -> tuple[str, ...]:
   is_text = isinstance(names, tuple | list) and all(isinstance(x, str) for x in names)
   # The flag --config.plugins=a,b sets ("a,b",).
   given = [name for x in names for name in x.split(",") if name] if is_text else [""]
-  if not all(re.fullmatch(r"[\w-]+(\.[\w-]+)*", name) for name in given):
-    raise ConfigError(f"plugins is {names!r}; give names, as ('sparta', 'my_module').")
+  if not all(re.fullmatch(r"[\w-]+(\.[\w-]+)*|.+\.py", name) for name in given):
+    raise ConfigError(
+      f"plugins is {names!r}; give names or paths, as ('sparta', './mine.py')."
+    )
   # Nobody need name a transport twice.
   given += {str(v.get("overlap.transport"))}.intersection(plugins.contrib())
   return tuple(dict.fromkeys(given))
@@ -193,7 +195,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]
 
 def _resolve(v: dict[str, Any]) -> Config:
   names = plugins_of(v)
-  defaults = _defaults(names)
+  defaults = _defaults(names)  # Imports paths.
+  names = tuple(dict.fromkeys(map(plugins.module_of, names)))
   # A config file may name a plug-in and leave its fields out, and a saved config may
   # be older than a field, or than a plug-in that took the place of a field.
   gone = [f for f, (unset, *_) in plugins.moved().items() if v.get(f) == unset]

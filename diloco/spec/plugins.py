@@ -8,6 +8,7 @@ Config, ledger, checkpoints, sweeps and simulators ask this file.
 
 import dataclasses
 import importlib
+import importlib.util
 import pathlib
 import re
 import sys
@@ -25,6 +26,7 @@ from typing import (
 )
 
 from diloco.errors import ConfigError
+from diloco.util import files
 from diloco.util.command import meant
 from diloco.util.types import PyTree
 
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
   from diloco.spec.shapes import Architecture
 
 CONTRIB = "diloco.contrib"
+# The folder in a run's folder with the files of its plug-ins.
+KEPT = "plugins"
+_FILE = ".py"
 # Plug-ins that the package no longer has; revision e367008 is the last that has them.
 REMOVED = {
   *("delayed_nesterov", "eager", "falling", "gpa", "noloco", "radial", "restarted"),
@@ -320,15 +325,18 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
   """Imports plug-ins; returns the groups of fields that they have registered.
 
   Args:
-    names: modules, packages, or names in `contrib()`.
+    names: modules, packages, names in `contrib()`, or paths of files `NAME.py`, which
+      become modules NAME.
 
   Raises:
     ConfigError: a module cannot be imported.
   """
   found = dict[str, type[Extension]]()
   for name in names:
-    module = f"{CONTRIB}.{name}" if name in contrib() else str(name)
+    module = f"{CONTRIB}.{name}" if name in contrib() else module_of(name)
     try:
+      if name.endswith(_FILE):
+        _import_file(pathlib.Path(name).expanduser().resolve())
       importlib.import_module(module)
     except Exception as error:  # A module may raise anything.
       reason = error if isinstance(error, ImportError) else f"it raises {error!r}"
@@ -340,6 +348,57 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
     own = [n for n, place in places.items() if place.startswith(f"{module}.")]
     found |= {n: NAMES["fields"][n] for n in own}
   return found
+
+
+def module_of(name: str) -> str:
+  """Returns the name of the module that a plug-in is, given as a path or as a name."""
+  return pathlib.Path(name).stem if name.endswith(_FILE) else name
+
+
+def _import_file(path: pathlib.Path) -> None:
+  """Imports a file as a module of its name, wherever the file lies.
+
+  Raises:
+    ImportError: there is no such file, or another module has its name.
+  """
+  if not path.is_file():
+    raise ImportError(f"there is no file {path}")
+  spec = importlib.util.find_spec(path.stem)
+  other = pathlib.Path(spec.origin) if spec and spec.origin else None
+  if spec and not (
+    other and other.is_file() and other.read_bytes() == path.read_bytes()
+  ):
+    raise ImportError(f"{other or path.stem} has its name; rename the file")
+  if path.stem not in sys.modules:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+      raise ImportError(f"{path} is no module")
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    try:
+      spec.loader.exec_module(module)
+    except BaseException:
+      del sys.modules[path.stem]
+      raise
+
+
+def keep(names: Iterable[str], workdir: pathlib.Path) -> None:
+  """Copies the files of plug-ins into the folder of their run.
+
+  Packages and what ships with diloco are not copied.
+  """
+  for name in set(names).difference(contrib()):
+    [path, *others] = source_files(name)
+    copy = workdir / KEPT / path.name
+    if not others and not (copy.is_file() and copy.read_bytes() == path.read_bytes()):
+      copy.parent.mkdir(exist_ok=True)
+      with files.replacing(copy) as file:
+        file.write(path.read_bytes())
+
+
+def kept(name: str, workdir: pathlib.Path) -> str:
+  """Returns the path of a plug-in's copy in a run's folder; without one, `name`."""
+  copy = workdir / KEPT / f"{name}{_FILE}"
+  return str(copy) if copy.is_file() else name
 
 
 def check_trusted(names: Iterable[str]) -> None:
@@ -359,7 +418,8 @@ def check_trusted(names: Iterable[str]) -> None:
     raise NotTrusted(
       f"plugins names {strange}, code that is not of diloco and would run here; if you"
       f" trust it, add --plugins={strange} to `python -m diloco ...`, or"
-      f" --config.plugins={strange} to a command that trains."
+      f" --config.plugins={strange} to a command that trains; or give the path of the"
+      f" copy in {KEPT}/ of the run's folder."
     )
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from diloco.config import default_config
 from diloco.config.resolve import leaves, saved_fields
 from diloco.log.workdir import FAILED
+from diloco.spec import plugins
 from diloco.sweep import saved, table
 from diloco.util import files
 from diloco.util.command import Parser, as_place, guarded
@@ -170,9 +171,11 @@ def fetch(run: pathlib.Path, workdir: str) -> bool:
 
 def plugins_flag(runs: Iterable[pathlib.Path]) -> str:
   """Returns the flag by which a process imports the plug-ins of runs."""
-  configs = (files.read_json(run / "config.json") or {} for run in runs)
-  names = dict.fromkeys(name for c in configs for name in c.get("plugins", ()))
-  return f"--plugins={','.join(names)}"
+  names = dict[str, str]()
+  for run in runs:
+    config = files.read_json(run / "config.json") or {}
+    names |= {x: plugins.kept(x, run) for x in config.get("plugins", ())}
+  return f"--plugins={','.join(names.values())}"
 
 
 @contextlib.contextmanager

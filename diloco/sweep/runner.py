@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from diloco.config import resolve
 from diloco.config.comparable import apart, basis
 from diloco.errors import ConfigError
+from diloco.spec import plugins
 from diloco.sweep import progress, table
 from diloco.sweep.grid import Point, Sweep, describe, key
 from diloco.sweep.job import handled
@@ -248,6 +249,7 @@ class Driver:
     directory = self._path(plan.name)
     row = table.read_row(directory)
     files.write_json(directory / "config.json", plan.config)
+    plugins.keep(plan.config["plugins"], directory)
     table.note(
       directory,
       point=row["point"] or plan.point,
