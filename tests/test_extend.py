@@ -1,4 +1,4 @@
-"""The recipe for a new compressor or model: register it, then name it in the config."""
+"""Plug-ins: the page docs/extend.md, and what diloco does with names and fields."""
 
 import json
 import pathlib
@@ -9,13 +9,21 @@ import types
 import later_papers  # noqa: F401  Registers a method of each kind.
 import plugins  # noqa: F401  Registers `signs`, `feedback` and `bigram`.
 import pytest
+import running
 from conftest import first_of
 
 from diloco import __main__, train
 from diloco.checkpoint.record import Record
 from diloco.checkpoint.resume import check
-from diloco.cli import list_configs
-from diloco.config import add_plugins, changed, complete, describe, resolve
+from diloco.cli import check_plugin, list_configs
+from diloco.config import (
+  add_plugins,
+  changed,
+  complete,
+  default_config,
+  describe,
+  resolve,
+)
 from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.interop import load
@@ -24,6 +32,53 @@ from diloco.simulate import from_config
 from diloco.spec import plugins as contrib_lib
 from diloco.spec import shapes, sizes
 from diloco.sweep import csv_file, job, saved
+
+PAGE = (running.ROOT / "docs/extend.md").read_text()
+EXAMPLES = {
+  re.match(r"# (\w+)\.py", code)[1]: code
+  for code in re.findall(r"```python\n(.*?)```", PAGE, re.S)
+}
+GIVEN = {
+  "sign_sgd": "outer.learning_rate=0.001",
+  "one_bit": "wire.format=auto",
+  "theta_norm": "theta_norm.on=true",
+  "pulled": "pulled.share=0.1",
+  "pairs": "log.sample_tokens=0",
+}
+
+
+@pytest.mark.integration("a process that trains three small runs for each")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_check_plugin_accepts_the_plugins_of_the_page(name, tmp_path):
+  (tmp_path / f"{name}.py").write_text(EXAMPLES[name])
+  done = running.python(
+    *("-m", "diloco", "check_plugin", f"{name}.py", GIVEN[name]), cwd=tmp_path
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  names = [line.partition(": ")[0].split()[-1] for line in done.stdout.splitlines()]
+  assert names == [*["size"] * (name == "one_bit"), "jit", "fsdp", "resume"]
+
+
+def test_a_plugin_is_given_by_path_and_its_run_keeps_the_file(tmp_path):
+  code = EXAMPLES["one_bit"].replace('"one_bit"', '"by_path"')
+  path = tmp_path / "by_path.py"
+  path.write_text(code.replace("return 4 * n + -(-n * s // 8)", "return 8 * n"))
+  c = check_plugin.tiny(str(path), {"wire.compressor": "by_path"})
+  assert c.plugins == ("by_path",)
+  with pytest.raises(ConfigError, match=r"payload of 3 x 40 values is uint8 \(27,\)"):
+    check_plugin.size(c, [])
+  contrib_lib.keep(c.plugins, tmp_path)
+  copy = tmp_path / "plugins/by_path.py"
+  assert contrib_lib.kept("by_path", tmp_path) == str(copy)
+  assert complete(c.to_dict()) == c
+  assert default_config(str(copy)).plugins == ("by_path",)  # It is the same file.
+  copy.write_text("")
+  with pytest.raises(ConfigError, match=r"by_path.py has its name; rename the file"):
+    default_config(str(copy))
+  with pytest.raises(ConfigError, match=r"there is no file .*/absent.py"):
+    default_config("absent.py")
+  with pytest.raises(ConfigError, match=r"the kind 'compressor'; choose one of fields"):
+    contrib_lib.register("compressor", "mine", None)
 
 
 def test_a_registered_compressor_works_in_trainer_ledger_and_simulator(tiny, tmp_path):

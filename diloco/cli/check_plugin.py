@@ -1,0 +1,171 @@
+"""Tries a plug-in: sizes and round trip of a compressor, jit, fsdp and resume.
+
+  python -m diloco check_plugin ./mine.py
+  python -m diloco check_plugin ./mine.py mine.on=true "wire.compressor=mine(k=3)"
+
+It trains a tiny model on two CPU devices and random tokens. Each name that the file
+registers is tried alone, together with the fields that you give; give those that turn
+the plug-in on. One line per check; exit status 2 if one fails.
+
+size        a compressor's `size` is the length of its payload, which is uint8
+round trip  `decode` returns float32 (N, S); how much the codes lose
+jit         12 inner steps with their syncs train; all losses are finite
+fsdp        so do two shards of each tensor; their loss is the same within 2%
+resume      a run that is saved after step 7 and goes on has the same bits
+"""
+
+import argparse
+import ast
+import sys
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco.algorithm.method import make_method
+from diloco.checkpoint.checkpoints import state_of, tree_of
+from diloco.config import Config, changed, default_config, resolve
+from diloco.errors import ConfigError
+from diloco.mesh.devices import make_mesh
+from diloco.spec import plugins, sizes
+from diloco.util.command import Parser, guarded, one_line
+from diloco.util.types import PyTree
+from diloco.wire import compressors
+
+STEPS, SAVED = 12, 7
+# Kinds of names that a run tries.
+_KINDS = plugins.NAMES.keys() - {"fields", "overlap.transport", "eval.tasks"}
+# (layers, values of a layer, values of a row).
+_SHAPES = ((3, 40, 8), (1, 7, 7), (2, 1, 1), (2, 256, 16))
+
+
+def cases(file: str, given: dict[str, object]) -> list[dict[str, object]]:
+  """Imports a plug-in; returns the fields of each run that tries it."""
+  names = cast(dict[str, dict[str, object]], plugins.NAMES)
+  before = {kind: {*names[kind]} for kind in names}
+  plugins.load([file])
+  found = [
+    {kind: name, **given}
+    for kind in _KINDS - given.keys()
+    for name in names[kind].keys() - before[kind]
+    # The user must give the arguments of a compressor.
+    if not (kind == "wire.compressor" and callable(names[kind][name]))
+  ]
+  return found or [given]
+
+
+def tiny(file: str, fields: dict[str, object]) -> Config:
+  """Returns the config of a small run with fragments in flight when it is saved."""
+  c = default_config(file)
+  c.sync_every, c.fragments.size, c.overlap.tau, c.wire.block_size = 4, 1, 2, 16
+  c.model.update({"num_layers": 3, "dim": 16, "num_heads": 2, "vocab_size": 256})
+  c.model.seq_len, c.model.dtype, c.inner.warmup_steps = 16, "float32", 2
+  c.train.batch_size, c.train.steps, c.mesh.replica, c.mesh.fsdp = 4, STEPS, 1, 1
+  c.update_from_flattened_dict(fields)
+  return resolve(c)
+
+
+def size(c: Config, _: object) -> str:
+  """Compares the payloads of a compressor with its `size`; runs it under jit."""
+  compressor, wire, lost, sent = compressors.get(c.wire.compressor), c.wire, 0.0, []
+  encode = jax.jit(compressor.encode, static_argnums=(0, 3))
+  decode = jax.jit(compressor.decode, static_argnums=(0, 2, 3, 4))
+  for n, s, row in _SHAPES:
+    x_NxS = jax.random.normal(jax.random.key(s), (n, s))
+    state = compressor.init(x_NxS)
+    code, after = encode(wire, x_NxS, state, row, jax.random.key(0))
+    sent.append(sizes.size_of(wire.compressor)(wire, n, s, row))
+    _same(f"the payload of {n} x {s} values", code, jnp.zeros(sent[-1], jnp.uint8))
+    _same("the state after encode", after, state)
+    y_NxS = decode(wire, code, n, s, row)
+    _same("what decode returns", y_NxS, x_NxS)
+    lost = max(lost, float(jnp.linalg.norm(y_NxS - x_NxS) / jnp.linalg.norm(x_NxS)))
+  return f"{sent} bytes for {_SHAPES}; relative error of the round trip {lost:.2g}"
+
+
+def _same(what: str, found: PyTree, wanted: PyTree) -> None:
+  """Refuses trees of other shapes or dtypes."""
+  kind = lambda tree: str(jax.tree.map(lambda x: f"{x.dtype} {x.shape}", tree))
+  if kind(found) != kind(wanted):
+    raise ConfigError(f"{what} is {kind(found)}, not {kind(wanted)}.")
+
+
+def train(c: Config, resumes: bool = False) -> tuple[float, PyTree]:
+  """Trains a run on random tokens; returns its last loss, and the arrays at its end."""
+  shape = (STEPS + 1, c.models, c.train.batch_size // c.models, c.model.seq_len)
+  text = jax.random.randint(jax.random.key(0), shape, 0, c.model.vocab_size)
+  mesh = make_mesh(c, jax.devices()[: c.mesh.fsdp])
+
+  put = lambda x, like: jax.device_put(np.asarray(x), like.sharding)
+  with jax.set_mesh(mesh):
+    method = make_method(c, mesh)
+    t, state, loss = 0, method.init(), 0.0
+    while t < STEPS:
+      steps = method.span(t, STEPS, (SAVED,))
+      state, metrics = method.inner(steps, state, [text[t] for t in steps])
+      loss = float(np.mean(metrics[-1].loss))
+      if not np.isfinite(loss):
+        raise ConfigError(f"the loss is {loss} after step {steps[-1]}.")
+      t, state, _ = method.outer(steps[-1], state)
+      if resumes and t == SAVED:
+        method = make_method(c, mesh)
+        like = method.abstract(t)
+        state = state_of(jax.tree.map(put, tree_of(state), tree_of(like)), like)
+    state, _ = method.drain(STEPS, state)
+    return loss, jax.tree.map(np.asarray, tree_of(state))
+
+
+def jit(c: Config, whole: list[PyTree]) -> str:
+  """Trains a run, which the next checks compare with theirs."""
+  whole.append(train(c))
+  return f"loss {whole[0][0]:.4f} after step {STEPS}"
+
+
+def fsdp(c: Config, whole: list[PyTree]) -> str:
+  loss, before = train(changed(c, {"mesh.fsdp": 2}))[0], whole[0][0]
+  if abs(loss / before - 1) > 0.02:
+    raise ConfigError(f"the loss is {loss:.4f}, and {before:.4f} without fsdp.")
+  return f"loss {loss:.4f}"
+
+
+def resume(c: Config, whole: list[PyTree]) -> str:
+  two = (jax.tree.leaves(x) for x in (train(c, resumes=True)[1], whole[0][1]))
+  if any(x.tobytes() != y.tobytes() for x, y in zip(*two, strict=True)):
+    raise ConfigError("the arrays at the end differ from those of the whole run.")
+  return "all arrays have the same bits"
+
+
+def run(args: argparse.Namespace) -> int:
+  jax.config.update("jax_platforms", "cpu")
+  jax.config.update("jax_num_cpu_devices", 2)
+  given = dict[str, object]()
+  for field, _, value in (text.partition("=") for text in args.fields):
+    try:
+      given[field] = ast.literal_eval(value.capitalize())  # true, as flags have it.
+    except (SyntaxError, ValueError):
+      given[field] = value
+  failed = False
+  for fields in cases(args.file, given):
+    title = " ".join(f"{field}={x}" for field, x in fields.items()) or args.file
+    c = tiny(args.file, fields)
+    whole, checks = list[PyTree](), (size, jit, fsdp, resume)
+    for check in checks if "wire.compressor" in fields else checks[1:]:
+      try:
+        print(f"ok    {title}  {check.__name__}: {check(c, whole)}", flush=True)
+      except Exception as error:  # The code of a plug-in may raise anything.
+        failed = True
+        print(f"FAIL  {title}  {check.__name__}: {one_line(error)}", flush=True)
+        break  # The other checks need this one.
+  return 2 if failed else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = Parser(prog="python -m diloco check_plugin", description=__doc__)
+  parser.add_argument("file", help="the plug-in: a path, or the name of a module")
+  parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE")
+  return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
