@@ -20,7 +20,7 @@ import pandas as pd
 from diloco.config.comparable import apart, incomparable, model_fields
 from diloco.config.resolve import leaves
 from diloco.log.curves import line, points, smoothed
-from diloco.log.read_run import Run, joined, read_all
+from diloco.log.read_run import Run, joined, names_of, read
 from diloco.log.workdir import title
 from diloco.spec import plugins
 from diloco.spec.shapes import matrix_params
@@ -219,7 +219,7 @@ def compare(args: argparse.Namespace) -> None:
   if args.out:
     command.check_picture(args.out, "compare.png")
   folders = [remote.local_copy(place, "WORKDIR") for place in args.workdir]
-  runs = named(read_all(folders))
+  runs = named([read(*pair) for pair in zip(folders, names_of(folders))])
   means = [mean_of(group) for group in joined(runs)]
   print(table(runs) + "\n")
   warned = incomparable([run.basis for run in runs])

@@ -79,11 +79,6 @@ def read(folder: pathlib.Path, name: str, flag: str = "WORKDIR") -> Run:
   )
 
 
-def read_all(folders: Sequence[pathlib.Path]) -> list[Run]:
-  """Reads runs, which get the shortest names that tell them apart."""
-  return [read(folder, name) for folder, name in zip(folders, names_of(folders))]
-
-
 def joined(runs: Sequence[Run]) -> list[list[Run]]:
   """Groups the runs that differ only in their seeds and have reached the same step."""
   groups, noise = dict[str, list[Run]](), _NOISE + plugins.free()

@@ -111,7 +111,9 @@ def workload(args: Args) -> Workload:
     seconds = args["step_time"] if "step_time" in args else step_time(c, **speed)
     work = from_config.workload(c, seconds, latency)
     return dataclasses.replace(work, link=args.get("link", work.link))
-  require(args, "params", "layers", "step_time")
+  for name in ("params", "layers", "step_time"):
+    if name not in args:
+      raise ConfigError(f"--{name} is missing; give it, or a --config.")
   fields = {"bits": 4, "tau": 1, "fragment_size": min(3, args["layers"])}
   fields |= fields_of(Workload, args)
   return Workload.of_equal_layers(args["params"], args["layers"], **fields)
@@ -133,9 +135,3 @@ def assumed(args: Args, work: Workload, more: str = "") -> list[str]:
 def fields_of(kind: type, args: Args) -> Args:
   """Returns the given arguments that are fields of a dataclass."""
   return {f.name: args[f.name] for f in dataclasses.fields(kind) if f.name in args}
-
-
-def require(args: Args, *names: str) -> None:
-  for name in names:
-    if name not in args:
-      raise ConfigError(f"--{name} is missing; give it, or a --config.")

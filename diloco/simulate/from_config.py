@@ -38,16 +38,11 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
     sync_every=c.sync_every,
     # An exchange is hidden up to the next average.
     tau=min([*c.overlap.taus, *(a.every for a in c.averages.values())]),
-    bits=wire_bits(c) if synced else gradient_bits(c),
+    bits=wire_bits(c) if synced else 8 * sizes.DTYPE_BYTES[c.inner.gradient_dtype],
     latency=latency,
     plan=(schedule, layers) if synced else None,
     exchange=c.wire.exchange,
   )
-
-
-def gradient_bits(c: Config) -> int:
-  """Returns the bits per value of a gradient that data-parallel all-reduces."""
-  return 8 * sizes.DTYPE_BYTES[c.inner.gradient_dtype]
 
 
 def wire_bits(c: Config) -> float:

@@ -44,14 +44,9 @@ def save(draw: Callable[[], "Figure"], path: pathlib.Path, *suffixes: str) -> li
   with matplotlib.style.context(STYLE):
     figure = draw()
     for path in paths:
-      write_picture(figure, path)
+      with files.replacing(path) as file:  # A reader never sees a part of the picture.
+        figure.savefig(file, format=path.suffix.removeprefix("."))
   return [str(path) for path in paths]
-
-
-def write_picture(figure: "Figure", path: pathlib.Path, **options: Any) -> None:
-  """Writes a figure of matplotlib; a reader never sees a part of the picture."""
-  with files.replacing(path) as file:
-    figure.savefig(file, format=path.suffix.removeprefix("."), **options)
 
 
 def panels(
