@@ -1,5 +1,7 @@
 """The log fetches metrics one launch late, counts time, and joins all processes."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,32 +102,23 @@ def test_the_progress_line_fits_80_columns(tiny, tmp_path, capsys):
   assert "left, evaluating, loss 6.250" in line
 
 
-def test_the_speed_leaves_out_the_first_launch(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("spent", [Spent(), Spent(wall_s=100.0, busy_s=10.0, steps=5)])
+def test_the_speed_leaves_out_the_first_launch(tiny, tmp_path, monkeypatch, spent):
   # Times: the recorder is made, launches 1 to 3 are reported, the time is read.
   clock = iter([90.0, 100.0, 103.0, 105.0, 107.0])
   monkeypatch.setattr("diloco.log.log.time.perf_counter", lambda: next(clock))
-  recorder = make_recorder(tiny, tmp_path)
+  recorder = make_recorder(tiny, tmp_path, dataclasses.asdict(spent))
   of_step = InnerMetrics(*[jnp.ones(2)] * 3)
   for steps in (range(1, 4), range(4, 7), range(7, 9)):
     recorder.launched(steps, [of_step] * len(steps), [])
   recorder.flush()
   rates = [r["tokens_per_s"] for r in metrics.read(tmp_path)]
   tokens = tiny.train.batch_size * tiny.model.seq_len
-  assert rates == [None] * 3 + [3 * tokens / 3] * 3 + [5 * tokens / 5] * 2
-  assert recorder.spent() == Spent(wall_s=17.0, busy_s=5.0, steps=5)
-  recorder.close()
-
-
-def test_a_resumed_run_adds_the_time_before(tiny, tmp_path, monkeypatch):
-  clock = iter([50.0, 60.0, 62.0, 65.0])
-  monkeypatch.setattr("diloco.log.log.time.perf_counter", lambda: next(clock))
-  saved = {"wall_s": 100.0, "busy_s": 10.0, "steps": 5}
-  recorder = make_recorder(tiny, tmp_path, saved)
-  of_step = InnerMetrics(*[jnp.ones(2)] * 3)
-  for t in (6, 7):
-    recorder.launched(range(t, t + 1), [of_step], [])
-  recorder.flush()
-  assert recorder.spent() == Spent(wall_s=115.0, busy_s=12.0, steps=6)
+  busy, n = spent.busy_s, spent.steps
+  first = n * tokens / busy if n else None  # Of the time before, if the run goes on.
+  later = [(n + 3) * tokens / (busy + 3)] * 3 + [(n + 5) * tokens / (busy + 5)] * 2
+  assert rates == [first] * 3 + later
+  assert recorder.spent() == Spent(spent.wall_s + 17.0, busy + 5.0, n + 5)
   recorder.close()
 
 
@@ -146,23 +139,18 @@ def test_metrics_of_all_processes_are_joined_by_replica():
   assert _join([3.0, 3.0]) == 3.0
 
 
-@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+@pytest.mark.parametrize("name", ["loss", "gradient norm", "outer gradient norm"])
 def test_a_metric_that_is_not_finite_stops_the_run(tiny, tmp_path, name):
-  recorder = make_recorder(tiny, tmp_path)
+  recorder, bad = make_recorder(tiny, tmp_path), jnp.array([1, jnp.inf])
   good = InnerMetrics(*[jnp.ones(2)] * 3)
   recorder.launched(range(1, 2), [good], [])
-  recorder.launched(range(2, 3), [good._replace(**{name: jnp.array([1, jnp.inf])})], [])
-  words = {"loss": "loss", "grad_norm": "gradient norm"}[name]
-  with pytest.raises(TrainingDiverged, match=f"{words} of replica 1 is inf at step 2"):
-    recorder.flush()
-
-
-def test_an_outer_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
-  recorder = make_recorder(tiny, tmp_path)
-  sent = {"outer_grad_norm": jnp.array([jnp.nan, 1])}
-  good = InnerMetrics(*[jnp.ones(2)] * 3)
-  recorder.launched(range(1, 2), [good], [Event("send", 0, 1, 10, sent)])
-  with pytest.raises(TrainingDiverged, match="outer gradient norm of replica 0 is nan"):
+  field = {"loss": "loss", "gradient norm": "grad_norm"}.get(name)
+  sent = [] if field else [Event("send", 0, 2, 10, {"outer_grad_norm": bad})]
+  second = good._replace(**{field: bad}) if field else good
+  recorder.launched(range(2, 3), [second], sent)
+  with pytest.raises(
+    TrainingDiverged, match=f"the {name} of replica 1 is inf at step 2"
+  ):
     recorder.flush()
 
 

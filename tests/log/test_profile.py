@@ -94,12 +94,6 @@ def test_launches_are_traced_whole(tiny, tmp_path, monkeypatch, asked, calls, pa
   assert log.pauses == pauses
 
 
-@pytest.mark.parametrize(("asked", "steps"), [("", []), ("5:8", [5, 6, 7, 8])])
-def test_only_the_steps_that_are_asked_for_are_traced(tiny, asked, steps):
-  tiny.profile.steps = asked
-  assert list(resolve(tiny).profile.range) == steps
-
-
 @pytest.mark.parametrize("steps", ["5", "0:4", "8:5", "5:13", "a:b", "1:2:3", ":"])
 def test_a_range_that_cannot_be_traced_is_refused(tiny, steps):
   tiny.profile.steps = steps
