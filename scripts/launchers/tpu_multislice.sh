@@ -13,8 +13,8 @@
 #
 # `run` ends when the processes are started. They go on without this machine, so it may
 # lose its connection or be switched off. `train` first stops a run that is there, and
-# ends with the exit status of its run: 1 if the same command may go on. Without a clone, give `setup` a wheel:
-# `setup diloco-0.1.0-py3-none-any.whl`.
+# ends with the worst exit status of its processes: 1 if the same command may go on.
+# Without a clone, give `setup` a wheel: `setup diloco-0.1.0-py3-none-any.whl`.
 #
 # Settings are environment variables: NAME, ZONE, PROJECT, SLICES (2), ACCELERATOR
 # (v5litepod-256), RUNTIME (v2-alpha-tpuv5-lite). --workdir must lie on a file system
@@ -77,9 +77,16 @@ case "$command" in
     trap 'bash "$0" stop; exit 0' TERM
     bash "$0" stop
     bash "$0" run "$@"
+    # gcloud says no more than that some host failed, and older ones not even that. So
+    # each host prints its status, and gcloud's own counts only if a connection broke.
+    said="$(mktemp)" lost=0
     everywhere "while $RUNS; do sleep 2; done; tail -n 5 $NAME.log; sleep 1
-      exit \$(cat $NAME.exit || echo 1)" &
-    wait $!
+      echo $NAME.exit=\$(cat $NAME.exit || echo 1)" > "$said" &
+    wait $! || lost=1
+    cat "$said"
+    statuses="$(sed -n "s/.*$NAME\.exit=//p" "$said")"
+    rm "$said"
+    exit "$(printf '%s\n' "${statuses:-1}" $lost | sort -n | tail -n 1)"
     ;;
   run)
     # JAX finds the other hosts and slices; no address is needed.
