@@ -18,7 +18,7 @@ paper, which has algorithm=diloco. A field, its value, and where the value is fr
 
   algorithm = streaming          ours; section 3 has diloco
   sync_every = 30                section 3
-  train.accumulate = 1           ours; the table below has what fits
+  train.accumulate = 1           ours; it grows with the size, see below
   model.vocab_size = 32768       section 3
   model.seq_len = 2048           section 3
   model.qk_norm = True           section 3
@@ -73,6 +73,8 @@ SCALES = {
   )
   for row in paper.read("table3_models")
 }
+# Heads of the largest model: the microbatches that two slices of docs/aot.md need.
+ACCUMULATE = {12: 1, 16: 2, 20: 8, 24: 2, 40: 4, 48: 16, 64: 4}
 OPTIONS = {
   "M": int,
   "H": int,
@@ -135,6 +137,7 @@ def get_config(arg: str = "35M"):
   c.inner.learning_rate = hyper.learning_rate
   c.inner.gradient_dtype = "bfloat16"
   c.train.batch_size, c.train.tokens = hyper.batch_sequences, hyper.tokens
+  c.train.accumulate = next((n for most, n in ACCUMULATE.items() if heads <= most), 16)
   if c.algorithm != "data_parallel":
     c.outer.learning_rate = hyper.outer_learning_rate
 

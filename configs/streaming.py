@@ -28,6 +28,7 @@ and where the value is from:
   inner.final_fraction = 0.05    ours
   inner.clip_norm = 1.0          ours
   inner.gradient_dtype = bfloat16  ours
+  train.accumulate = 1           ours; it grows with the scale
   model.vocab_size = 32000       table 2
   model.seq_len = 1024           section 3.2
   model.qk_norm = True           section 3.2
@@ -62,15 +63,16 @@ from diloco.evaluate import tasks
 from diloco.spec.shapes import matrix_params
 from diloco.util.command import parse_options
 
-# Scale: layers, attention heads (of size 64), billions of training tokens.
+# Scale: layers, attention heads (of size 64), billions of training tokens, and the
+# microbatches that two slices of docs/aot.md need.
 SCALES = {
-  "35M": (6, 8, 0.7),
-  "100M": (9, 12, 1.5),
-  "200M": (12, 16, 3.5),
-  "300M": (15, 20, 6),
-  "500M": (18, 24, 11),
-  "1B": (24, 32, 25),
-  "4B": (36, 48, 83),
+  "35M": (6, 8, 0.7, 1),
+  "100M": (9, 12, 1.5, 1),
+  "200M": (12, 16, 3.5, 2),
+  "300M": (15, 20, 6, 8),
+  "500M": (18, 24, 11, 2),
+  "1B": (24, 32, 25, 4),
+  "4B": (36, 48, 83, 16),
 }
 
 OPTIONS = {
@@ -117,7 +119,7 @@ def get_config(arg: str = "35M"):
     raise ConfigError(f"the scale is {scale!r}; write one of {', '.join(SCALES)}.")
   options = parse_options(rest, OPTIONS)
   data = options.get("data", "c4")
-  layers, heads, billions = SCALES[scale]
+  layers, heads, billions, accumulate = SCALES[scale]
   c = default_config()
   c.algorithm = options.get("algorithm", "streaming")
   c.replicas = options.get("M", 2)
@@ -135,6 +137,7 @@ def get_config(arg: str = "35M"):
   if data == "dolma":
     c.train.batch_size = c.train.batch_size * c.replicas // 2
   c.train.tokens = int(options.get("tokens", billions * 1e9))
+  c.train.accumulate = accumulate
 
   c.data.tokenizer = "c4_32k.model"
   if data == "c4":

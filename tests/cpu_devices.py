@@ -36,7 +36,7 @@ def run(count: int, *command: str | pathlib.Path, optimized: bool = False) -> An
     capture_output=True,
     text=True,
     check=False,
-    timeout=900,
+    timeout=1800,
   )
   assert found.returncode == 0, found.stderr[-3000:]
   return json.loads(found.stdout.splitlines()[-1])

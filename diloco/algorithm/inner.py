@@ -20,6 +20,7 @@ from diloco.algorithm.optimizers import Tuned, make_inner
 from diloco.config import Config
 from diloco.mesh.sharding import FSDP, REPLICA, on_each_device
 from diloco.model import registry
+from diloco.spec.shapes import microbatches
 from diloco.util.types import PyTree
 
 Result = TypeVar("Result")
@@ -145,7 +146,9 @@ def _gradients(
     model = registry.get(c.model)
     return model.objective(c.model, params, tokens_BxL, batch_axes)
 
-  grad, accumulate = jax.grad(loss, has_aux=True), c.train.accumulate
+  grad = jax.grad(loss, has_aux=True)
+  here = len(tokens_BxL) // (mesh.shape[FSDP] if batch_axes else 1)
+  accumulate = microbatches(c.train.accumulate, here)
   if accumulate == 1:
     return grad(params, tokens_BxL)
   # Microbatch i takes the sequences i, i + accumulate, ...; so every fsdp shard of B

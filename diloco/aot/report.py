@@ -14,7 +14,7 @@ from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.mesh import hardware, memory
 from diloco.model import attention
-from diloco.spec.shapes import flops_per_token, num_params
+from diloco.spec.shapes import flops_per_token, microbatches, num_params
 from diloco.util.command import one_line
 
 Lines = Iterator[str]
@@ -46,9 +46,10 @@ def report(config: ConfigDict, topology: str, slices: int, quick: bool) -> Lines
     * bool(replica % slices)
   )
   flops = flops_per_token(c.model) * c.tokens_per_step
+  parts = microbatches(c.train.accumulate, c.train.batch_size // len(devices))
   yield (
     f"{c.algorithm}, M={c.models}, {num_params(c.model) / 1e6:,.0f}M parameters, batch"
-    f" {c.train.batch_size} x {c.model.seq_len} tokens in {c.train.accumulate} parts:"
+    f" {c.train.batch_size} x {c.model.seq_len} tokens in {parts} parts:"
     f" {flops:.3g} FLOPs per step, {flops / len(devices):.3g} per device"
   )
   yield "state on one device: " + _listed(programs.on_device)

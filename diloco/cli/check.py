@@ -33,15 +33,17 @@ def devices(c: Config, topology: str, slices: int) -> str:
   from diloco.aot.topology import count
   from diloco.mesh.devices import layout
   from diloco.model import attention
+  from diloco.spec.shapes import microbatches
 
   chips, kind = count(topology)
   n = slices * chips
   replica, fsdp = layout(c, n)
   attention.check(c.model, kind)
-  rows = c.train.batch_size // c.train.accumulate / n
+  rows = c.train.batch_size // n
+  rows //= microbatches(c.train.accumulate, rows)
   crosses = "; some replica lies on several slices" if replica % slices else ""
   return (
-    f"{n} {kind}, mesh replica {replica} x fsdp {fsdp}, {rows:g} sequences on each at a"
+    f"{n} {kind}, mesh replica {replica} x fsdp {fsdp}, {rows} sequences on each at a"
     f" time, attention {attention.choose(c.model, kind)}{crosses}"
   )
 

@@ -119,8 +119,8 @@ def check_together(
       f"eval.test_tokens is {c.eval.test_tokens}, but eval.tokens is 0, which takes all"
       " held-out text; set eval.tokens."
     )
-  m, shares = c.model, c.replicas * c.train.accumulate
-  divide("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares)
+  m = c.model
+  divide("train.batch_size", c.train.batch_size, "replicas", c.replicas)
   divide("train.batch_size", c.train.batch_size, "data.shards", c.data.shards)
   divide("data.shards", c.data.shards, "replicas", c.replicas)
   # An architecture with fields of its own may have heads of another size.

@@ -73,7 +73,7 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   # Parts may have batches of their own, which some replicas or shards do not divide.
   rows = whole["data.shards"] or whole["replicas"]
   whole["train.batch_size"] -= whole["train.batch_size"] % rows
-  return changed(configs[0], whole | {"train.accumulate": 1})
+  return changed(configs[0], whole)
 
 
 def read(

@@ -56,12 +56,11 @@ def layout(c: Config, n: int) -> tuple[int, int]:
       f"mesh.replica is {replica}{derived}, which does not divide the {m} replicas;"
       " choose a divisor, or 0 for both axes."
     )
-  rows = c.train.batch_size // (m * c.train.accumulate)
+  rows = c.train.batch_size // m
   if rows % fsdp:
     raise ConfigError(
-      f"mesh.fsdp is {fsdp}, but a replica's microbatch has {rows} sequences;"
-      f" {'lower train.accumulate, or ' * (c.train.accumulate > 1)}raise"
-      f" train.batch_size to a multiple of {m * c.train.accumulate * fsdp}."
+      f"mesh.fsdp is {fsdp}, but a replica has {rows} sequences; raise"
+      f" train.batch_size to a multiple of {m * fsdp}."
     )
   return replica, fsdp
 

@@ -184,9 +184,10 @@ class InnerConfig:
 class TrainConfig:
   """How much a run trains."""
 
-  # Sequences per step, all replicas together: a multiple of M * accumulate.
+  # Sequences per step, all replicas together: a multiple of M.
   batch_size: Positive = 256
-  # Microbatches per step; more of them save memory. Their gradients are averaged.
+  # Microbatches per step; more of them save memory. Their gradients are averaged. A
+  # device takes the next number that divides its sequences, at most one for each.
   accumulate: Positive = 1
   # T: inner steps. 0: as many as `tokens` allows.
   steps: Count = 0
@@ -303,6 +304,9 @@ class DataConfig:
   shuffle_window: Annotated[int, Range(-1, LARGEST)] = 0
   # Batches that a background thread prepares ahead. 0: no thread.
   prefetch: Annotated[int, Range(0, 1000)] = 2
+  # Threads of a shard that read documents ahead, for a network disk. The batches stay
+  # the same. 0: none.
+  num_threads: Annotated[int, Range(0, 256)] = 0
 
 
 @dataclasses.dataclass(frozen=True)

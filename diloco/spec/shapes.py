@@ -121,6 +121,16 @@ def flops_per_token(m: "ModelConfig", attention: bool = True) -> float:
   return 6.0 * matrix_params(m) + scores
 
 
+def microbatches(at_least: int, sequences: int) -> int:
+  """Returns into how many equal parts a device divides its sequences of a step.
+
+  Args:
+    at_least: train.accumulate.
+  """
+  more = range(at_least, sequences)
+  return next((n for n in more if sequences % n == 0), sequences)
+
+
 def sharded_axis(
   path: tuple[str, ...], shape: tuple[int, ...], fsdp: int
 ) -> int | None:

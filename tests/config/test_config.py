@@ -28,7 +28,6 @@ PLAIN, STOCHASTIC = {"algorithm": "data_parallel"}, {"wire.rounding": "stochasti
     ({"algorithm": "sgd"}, "algorithm is 'sgd'; choose one of data_parallel, diloco"),
     ({"sync_every": 4, "overlap.tau": 4}, "overlap.tau is 4, but sync_every is 4; tau"),
     ({"train.batch_size": 33}, "train.batch_size is 33, which replicas"),
-    ({"train.accumulate": 3}, r"train.batch_size is 256, .* train.accumulate = 6 does"),
     ({"data.shards": 3}, "train.batch_size is 256, which data.shards = 3 does not"),
     ({"data.shards": 1}, "data.shards is 1, which replicas = 2 does not divide; ch"),
     ({"fragments.size": 7}, "fragments.size is 7, but the model has 6 layers"),

@@ -391,7 +391,7 @@ def test_the_docstrings_have_the_papers_losses_and_what_our_runs_cost():
   for r in read("streaming_table5_c4_scaling"):
     if r["eval_loss"]:
       of_streaming.setdefault(r["scale"], []).append(float(r["eval_loss"]))
-  page = (CONFIGS.parent / "docs" / "aot.md").read_text()
+  page, parts = (CONFIGS.parent / "docs" / "aot.md").read_text(), dict[int, int]()
   for name, losses in (("chinchilla", of_chinchilla), ("streaming", of_streaming)):
     found = rows_of(
       name, r"^  ([\d.]+[MB]) +(\S+B) +(\S+) +(\S+) +(?:(\dx\d) (\d+) +)?(.+)"
@@ -404,7 +404,10 @@ def test_the_docstrings_have_the_papers_losses_and_what_our_runs_cost():
       assert spent == pytest.approx(float(flops), rel=0.04)
       assert spent / chip == pytest.approx(float(hours), rel=0.04)
       assert [*map(float, loss.split())] == losses[size]
-      assert not grid or f"| {size} | 2 x {grid} | {accumulate} |" in page
+      if grid:
+        assert f"| {size} | 2 x {grid} | {accumulate} |" in page
+        parts[c.model.dim] = int(accumulate)
+      assert c.train.accumulate == parts[c.model.dim]
 
 
 def read_losses(table):

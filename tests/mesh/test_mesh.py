@@ -61,7 +61,7 @@ def test_layouts_that_do_not_fit_the_devices(tiny, fields, message):
   [
     (3, {"mesh.replica": 3}, r"mesh.replica is 3, which does not divide the 2 repl"),
     (4, {"mesh.fsdp": 1}, r"is 4 \(4 devices over mesh.fsdp=1\), .* 0 for both"),
-    (4, {"mesh.replica": 1}, r"microbatch has 2 sequences; raise .* multiple of 8"),
+    (4, {"mesh.replica": 1}, r"a replica has 2 sequences; raise .* multiple of 8"),
   ],
 )
 def test_replicas_and_batches_have_to_fit_the_mesh(tiny, devices, fields, message):

@@ -70,7 +70,7 @@ class SitesConfig(plugins.Extension):
       )
     divide("replicas", c.replicas, "sites.count", count)
     for name, n in {
-      "a site's replicas * train.accumulate": c.replicas // count * c.train.accumulate,
+      "a site's replicas": c.replicas // count,
       "the data.shards of a site": c.shards // count,
     }.items():
       divide("sites.batch_size", self.batch_size, name, n)

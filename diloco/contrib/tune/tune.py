@@ -72,7 +72,7 @@ def candidates(c: Config, devices: Sequence[jax.Device]) -> Iterator[list[Fields
   pairs = itertools.product(("none", "dots", "full"), (1, 0))
   blocks = [{"model.remat": remat, "model.unroll": unroll} for remat, unroll in pairs]
   yield blocks
-  powers = [2**k for k in range(c.train.batch_size.bit_length())]
+  powers = [2**k for k in range((c.train.batch_size // c.replicas).bit_length())]
   yield [{"train.accumulate": n} for n in powers]
   chunks = [n for n in (2**k for k in range(6, 16)) if n < c.model.seq_len]
   yield [{"model.loss_chunk": n} for n in (0, *chunks)]

@@ -50,7 +50,6 @@ def test_a_run_without_sites_has_none_of_their_fields():
       {"sites.batch_size": 3, "sites.count": 1},
       "batch_size is 3, .*replicas.* = 2 does",
     ),
-    ({"sites.batch_size": 3, "train.accumulate": 2}, r"accumulate = 2 does not divide"),
     (
       {"sites.batch_size": 3, "data.shards": 4},
       "the data.shards of a site = 2 does not",
