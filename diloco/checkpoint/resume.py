@@ -7,7 +7,7 @@ from absl import logging
 
 from diloco.algorithm.optimizers import learning_rate
 from diloco.config import Config, complete
-from diloco.config.comparable import FREE_OF_MODEL
+from diloco.config.comparable import FREE_OF_MODEL, READING
 from diloco.config.resolve import difference
 from diloco.errors import ConfigError
 from diloco.spec import plugins
@@ -28,7 +28,8 @@ FREE_FIELDS = (
   *FREE_OF_MODEL,
   "overlap.transport",
   "outer.offload",
-  *("data.data_dir", "data.eval_", "data.prefetch"),
+  "data.eval_",
+  *READING,
 )
 # {contents that must stay the same: the fields that say where they lie}
 _PATHS = {

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from diloco.config.comparable import apart, incomparable, model_fields
+from diloco.config.comparable import READING, apart, incomparable, model_fields
 from diloco.config.resolve import leaves
 from diloco.log.curves import line, points, smoothed
 from diloco.log.read_run import Run, joined, names_of, read
@@ -32,7 +32,7 @@ _QUIET = (
   *("algorithm", "replicas", "sync_every", "seed", "overlap.tau", "overlap.transport"),
   *("wire.format", "fragments.pattern", "train.tokens", "plugins"),
   *("sites.", "eval.", "mesh.", "log.", "checkpoint.", "profile."),
-  *("data.data_dir", "data.prefetch"),
+  *READING,
 )
 ABOVE = "above data-parallel (%)"
 

@@ -17,6 +17,9 @@ _CHOSEN_BY = {
 }
 # Fields of a model that change nothing but speed, memory and rounding.
 FREE_OF_MODEL = ("model.attention", "model.remat", "model.unroll", "model.loss_chunk")
+# Fields that say how text is read; the batches are the same, and each process may have
+# its own.
+READING = ("data.data_dir", "data.prefetch", "data.num_threads")
 
 
 class Basis(NamedTuple):

@@ -183,6 +183,7 @@ def _shard(c: Config, documents: Documents, index: int) -> Any:
   # order, and all shards would give neighbouring documents at the same time.
   seeds = np.random.SeedSequence([c.seed, index]).generate_state(2)
   indices, length = range(index, len(documents), c.shards), c.model.seq_len
+  threads, ahead = c.data.num_threads, 4 * c.data.num_threads
   if c.data.shuffle_window < 0:
     shard = grain.MapDataset.source(Sequences(documents, indices, length))
   else:
@@ -191,7 +192,7 @@ def _shard(c: Config, documents: Documents, index: int) -> Any:
     shard.shuffle(seed=int(seeds[0]))
     .repeat()
     .map(lambda ids: {"tokens": ids})
-    .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    .to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead))
   )
   if c.data.shuffle_window >= 0:
     packed = grain.experimental.ConcatThenSplitIterDataset(

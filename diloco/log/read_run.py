@@ -9,13 +9,13 @@ from typing import Any
 import pandas as pd
 
 from diloco.config import Config
-from diloco.config.comparable import Basis, basis
+from diloco.config.comparable import READING, Basis, basis
 from diloco.errors import ConfigError
 from diloco.log import metrics, workdir
 from diloco.spec import plugins
 
 # Fields in which runs that are joined may differ: they change nothing but the noise.
-_NOISE = ("seed", "plugins", "log.", "checkpoint.", "profile.", "data.prefetch")
+_NOISE = ("seed", "plugins", "log.", "checkpoint.", "profile.", *READING)
 
 
 @dataclasses.dataclass

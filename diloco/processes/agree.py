@@ -14,13 +14,12 @@ from typing import Any
 import jax
 
 from diloco.config import Config
+from diloco.config.comparable import READING
 from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.processes.peers import Peers
 from diloco.spec import plugins
 
-# Fields that each process may have for itself: they change nothing that is computed.
-FREE_FIELDS = ("data.data_dir", "data.prefetch")
 # A result depends on these packages: grain orders the text, sentencepiece cuts it.
 _PACKAGES = ("jax", "jaxlib", "numpy", "optax", "flax", "grain", "sentencepiece")
 _SHOWN = 4  # Most differences in a message.
@@ -56,7 +55,7 @@ def check_same_program(c: Config, peers: Peers) -> None:
   """
   if peers.count == 1:
     return
-  fields = {f: v for f, v in leaves(c.to_dict()).items() if f not in FREE_FIELDS}
+  fields = {f: v for f, v in leaves(c.to_dict()).items() if f not in READING}
   others = made_with(c) | _versions("orbax-checkpoint")
   if c.overlap.transport == "device":  # XLA runs one program on all devices.
     others["the kind of device"] = jax.local_devices()[0].device_kind

@@ -104,7 +104,7 @@ def test_a_run_goes_on_with_no_other_value_of_a_field_that_counts(tiny, field, v
     *[("eval.tokens", 512), ("checkpoint.every", 3), ("outer.offload", True)],
     *[("model.attention", "xla"), ("model.remat", "full"), ("model.unroll", 0)],
     *[("model.loss_chunk", 8), ("train.accumulate", 2), ("overlap.transport", "host")],
-    *[("data.data_dir", "/x"), ("data.prefetch", 0), ("diagnostics.every", 3)],
+    *[("data.data_dir", "/x"), ("data.num_threads", 4), ("diagnostics.every", 3)],
   ],
 )
 def test_a_run_goes_on_with_another_value_that_changes_no_result(tiny, field, value):

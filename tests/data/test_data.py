@@ -14,10 +14,12 @@ from ml_collections import ConfigDict
 
 from diloco import config as config_lib
 from diloco import data as data_lib
+from diloco.contrib.heldout_tasks import make_items
 from diloco.data import documents as documents_lib
-from diloco.data import pipeline
+from diloco.data import pipeline, sources
 from diloco.data.documents import encode_document, make_documents
 from diloco.errors import ConfigError
+from diloco.spec.fields import DataConfig
 from diloco.spec.shapes import BOS_ID, EOS_ID
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -116,6 +118,7 @@ def test_every_position_resumes_exactly(tiny, set_documents, lengths, prefetch, 
     positions.append(json.dumps(iterator.get_state()))
     expected.append(next(iterator))
   iterator.close()
+  c = config_lib.changed(c, {"data.num_threads": 3})  # The same batches.
   for step, position in enumerate(positions):
     again = data_lib.TrainIterator(c)
     again.set_state(json.loads(position))
@@ -374,6 +377,14 @@ def standin(tmp_path_factory):
     )
     assert run.returncode == 0, run.stderr
   return folder
+
+
+def test_items_are_made_of_all_splits_of_tfds(standin, tmp_path, capsys):
+  flags = ["--source=tfds:c4/en:3.1.0", f"--data_dir={standin}", "--items=9"]
+  assert make_items.main([*flags, "--split=all", f"--output={tmp_path}"]) == 0
+  d = DataConfig(source="tfds:c4/en:3.1.0", data_dir=str(standin))
+  count = sum(len(sources.make_source(d, split)) for split in ("train", "eval"))
+  assert f"9 items of {count:,} documents" in capsys.readouterr().out
 
 
 def test_tfds_gives_the_same_batches_as_its_text(tiny, standin):

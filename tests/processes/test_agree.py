@@ -49,7 +49,7 @@ def test_another_value_of_a_field_is_refused_on_all_processes(field, value, pair
 
 def test_processes_that_compute_the_same_go_on(pair):
   configs = [conftest.tiny_config() for _ in range(2)]
-  configs[1].data.data_dir, configs[1].data.prefetch = "/mnt/other", 0
+  configs[1].data.data_dir, configs[1].data.num_threads = "/mnt/other", 4
   assert pair(*configs) == ""
 
 
