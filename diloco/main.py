@@ -66,7 +66,7 @@ def main(_: list[str]) -> None:
   if files.is_address(workdir):
     workdir = remote.local_copy(workdir, "--workdir", writes=True)
   else:
-    workdir = make_folder(workdir, "--workdir")
+    workdir = make_folder(workdir, "--workdir", later=True)  # If nothing is refused.
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   # Imported after the flags are parsed, so that --help and flag errors answer fast.
   from diloco import train

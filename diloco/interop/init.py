@@ -12,7 +12,7 @@ from diloco.errors import ConfigError
 from diloco.interop import load
 from diloco.model import registry
 from diloco.spec import shapes
-from diloco.util import files
+from diloco.util import files, remote
 from diloco.util.types import PyTree
 
 # Fields that say how to compute, and not what the parameters are.
@@ -35,7 +35,7 @@ def first_params(c: Config, mesh: Mesh) -> PyTree:
   if not c.init.checkpoint:
     return None
   field = "init.checkpoint"
-  folder = files.local_path(c.init.checkpoint, field)
+  folder = remote.local_copy(c.init.checkpoint, field)
   tokenizer, config = load_tokenizer(c.data.tokenizer), folder / load.CONFIG
   read = getattr(registry.get(c.model), "read", None)
   # isfile also returns False if permission is missing.

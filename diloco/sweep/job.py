@@ -78,14 +78,14 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
     if workdir and fetch(runs[0], workdir):
       table.note_end(runs[0], failed=False)
       return 0
-    command = [sys.executable, "-m", "diloco", "worker", *directories]
-    if len(runs) == 1 and launch:
-      command = launched(launch, runs[0], workdir)
-    elif len(runs) == 1:
+    if len(runs) > 1:  # They train in one process, here.
+      launch, words = "", ["worker", *directories]
+    else:
       config = f"--config={saved.__file__}:{runs[0] / 'config.json'}"
-      command[3:] = ["main", config, f"--workdir={runs[0]}"]
-    if not launch:
-      command.append(plugins_flag(runs))
+      words = ["main", config, f"--workdir={runs[0]}"]
+    command = [sys.executable, "-m", "diloco", *words, plugins_flag(runs)]
+    if launch:
+      command = launched(launch, runs[0], workdir)
     starts = [log.tell() for log in logs]
     trainer: subprocess.Popen | None = None
     asked_to_stop = False

@@ -282,16 +282,23 @@ def make_parent(path: pathlib.Path, flag: str, wanted: str = "a file") -> None:
   make_folder(path.parent, flag)
 
 
-def make_folder(path: str | pathlib.Path, flag: str) -> pathlib.Path:
+def make_folder(
+  path: str | pathlib.Path, flag: str, later: bool = False
+) -> pathlib.Path:
   """Makes the folder that a flag names, unless it exists.
+
+  Args:
+    later: only look whether it can be made.
 
   Raises:
     ConfigError: nothing can be written in the folder.
   """
   folder = local_path(path, flag)
   try:
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
+    if not later:
+      folder.mkdir(parents=True, exist_ok=True)
+    parts = (folder, *folder.absolute().parents)
+    tempfile.TemporaryFile(dir=next(p for p in parts if p.exists())).close()
   except OSError as error:
     raise ConfigError(
       f"{flag} is {str(path)!r}, where nothing can be written ({error.strerror});"

@@ -286,6 +286,8 @@ def test_the_trainer_ends_with_one_sentence(tmp_path):
     ended = running.python("-m", "diloco.main", "--config=sample", flag, word)
     assert ended.returncode == 2
     assert [line[: len(said)] for line in ended.stderr.splitlines()] == [said]
+  flags = ["--config=sample", f"--workdir={tmp_path}/new/run", "--config.mesh.fsdp=3"]
+  assert running.python("-m", "diloco.main", *flags).returncode == 2
   assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -16,6 +16,7 @@ from diloco.mesh.devices import make_inference_mesh, make_mesh
 from diloco.model import registry
 from diloco.spec.plugins import register
 from diloco.spec.shapes import Architecture
+from diloco.util.storage import open_storage
 
 
 class Elsewhere(plugins.Bigram):
@@ -65,6 +66,16 @@ def test_an_export_of_any_architecture_is_read(tiny, tmp_path, name):
   assert_equal(start.first_params(c, make_mesh(c)), params)
   described = json.loads((tmp_path / "config.json").read_text())["architecture"]
   assert described == registry.get(c.model).DESCRIPTION
+
+
+def test_an_export_in_a_bucket_is_read(tiny, tmp_path, s3):
+  params = make_folder(tiny, tmp_path)
+  bucket = open_storage("s3://bucket/export", "--output")
+  for path in tmp_path.iterdir():
+    bucket.put(path.name, path.read_bytes())
+  tiny.init.checkpoint = "s3://bucket/export"
+  c = resolve(tiny)
+  assert_equal(start.first_params(c, make_mesh(c)), params)
 
 
 def test_an_architecture_may_read_and_write_folders_of_another_program(tiny, tmp_path):

@@ -16,13 +16,18 @@ from diloco.sweep.local import Local
 from diloco.util import files
 
 
-def test_a_job_notes_the_error_that_the_trainer_printed(tmp_path):
-  c = default_config()
-  (tmp_path / "config.json").write_text(json.dumps(c.to_dict()))
-  assert job.run(str(tmp_path)) == 2
-  ended = json.loads((tmp_path / "ended.json").read_text())
-  assert ended["error"].startswith("train.steps is 0")
-  assert not job.alive(tmp_path)
+@pytest.mark.parametrize(("count", "launch"), [(1, ""), (2, "slurm.sh {flags}")])
+def test_a_job_notes_the_error_that_the_trainer_printed(tmp_path, count, launch):
+  """Runs that train together are trained by the job, not by --launch."""
+  runs = [tmp_path / str(k) for k in range(count)]
+  for run in runs:
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(default_config().to_dict()))
+  assert job.run(*map(str, runs), launch=launch) == 2
+  for run in runs:
+    ended = json.loads((run / "ended.json").read_text())
+    assert ended["error"].startswith("train.steps is 0")
+    assert not job.alive(run)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -1,8 +1,11 @@
 """The command: flags, Ctrl-C, kills. Some tests train."""
 
 import csv
+import json
+import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from fake_runs import (
   make_driver,
   make_sweep,
   rows_of,
+  summary_of,
   write_run,
 )
 from running import called
@@ -25,11 +29,11 @@ from diloco.cli import sweep as cli
 from diloco.config import complete
 from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
-from diloco.spec.shapes import num_params
+from diloco.spec.shapes import matrix_params, num_params
 from diloco.sweep import table
 from diloco.sweep.chart import Chart
 from diloco.sweep.csv_file import export
-from diloco.sweep.grid import Axis, Grid, Sweep
+from diloco.sweep.grid import Axis, Grid, Sweep, powers
 from diloco.sweep.load import load_sweep
 from diloco.sweep.search import search_all
 from diloco.sweep.table import alone
@@ -280,6 +284,34 @@ def test_a_sweep_is_shown_without_results_and_imports_what_lies_beside_it(
   assert "lr=0.125" in capsys.readouterr().out
   assert cli.main([f"--sweep={path}"]) == 2
   assert "--results is missing; give the folder" in capsys.readouterr().err
+
+
+def test_a_sweep_of_three_sizes_has_laws_by_one_command(tmp_path, capsys):
+  def sized(point):
+    c = config({"replicas": 2, "lr": point["lr"]})
+    c.model.dim, c.model.num_heads, c.train.steps = point["width"], 2, 100
+    return c
+
+  def end(run, saved):
+    summary, n = summary_of(saved), matrix_params(complete(saved).model)
+    rate = math.log2(saved["inner"]["learning_rate"] * n / 2**8)
+    loss = 20 * n**-0.1 + 0.02 * rate**2
+    summary |= {"params": n, "tokens": 20 * n}
+    summary["eval_loss"] = dict.fromkeys(summary["eval_loss"], loss)
+    (run / "contents.json").write_text("{}")
+    (run / "summary.json").write_text(json.dumps(summary))
+
+  cells = [{"width": width} for width in (64, 128, 256)]
+  lr = Axis("lr", powers(2, -9, -7), ratio=2)
+  sweep = Sweep(sized, [Grid("sizes", cells, (lr,))])
+  finish(make_driver(sweep, tmp_path, Fake(end)))
+  assert cli.main([f"--results={tmp_path}", "--fit"]) == 0
+  line = r"diloco_M2 +(\w+) +A \S+ \[.*?\]  alpha (\S+)"
+  laws = dict(re.findall(line, capsys.readouterr().out))
+  assert laws.keys() == {"loss", "learning_rate"}
+  assert float(laws["loss"]) == pytest.approx(-0.1, abs=0.02)
+  # The rates are powers of two.
+  assert float(laws["learning_rate"]) == pytest.approx(-1, abs=0.3)
 
 
 @pytest.mark.parametrize(

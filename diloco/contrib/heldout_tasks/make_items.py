@@ -15,6 +15,7 @@ parameters. The same source, seed and numbers give the same files.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -48,9 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> None:
   """Writes the files of both tasks."""
-  folder = command.make_folder(args.output, "--output")
   data = DataConfig(source=args.source, data_dir=args.data_dir)
+  if args.split == "all":  # The name has a meaning for TFDS, too.
+    data = dataclasses.replace(data, eval_split="all")
   source = make_source(data, args.split)
+  folder = command.make_folder(args.output, "--output")
   texts = [text.split() for text in (source[i] for i in range(len(source)))]
   for task in TASKS:
     rng = np.random.default_rng((args.seed, TASKS.index(task)))
