@@ -14,7 +14,7 @@ Steps are numbered from 1; t counts finished inner steps.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -206,7 +206,7 @@ class Method:
     """Returns more text for the progress line."""
     return ""
 
-  def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+  def account(self, summary: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Returns fields that this method adds to a run's summary, or replaces there."""
     del summary
     return {}

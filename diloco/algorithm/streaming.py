@@ -7,7 +7,7 @@ Without fragments, as in data-parallel, nothing is ever sent or merged.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +98,7 @@ class Streaming:
     """Makes the first outer state; its parameters are those of replica 0."""
     parts, own = list[Parts](), list[dict[str, PyTree]]()
     for p, layers in enumerate(self.layers):
-      init = functools.partial(_init_fragment, **self._kind(p))
-      (theta, opt_state, codec_state), mine = init(params_M, layers)
+      (theta, opt_state, codec_state), mine = self._init(p)(params_M, layers)
       parts.append((*self.place.keep((theta, opt_state)), codec_state))
       own.append(mine)
     return _outer_state(parts, {}, own)
@@ -116,8 +115,7 @@ class Streaming:
     """
     parts, own = list[Parts](), list[dict[str, PyTree]]()
     for p, layers in enumerate(self.layers):
-      init = functools.partial(_init_fragment, **self._kind(p))
-      state, mine = jax.eval_shape(init, params_M, layers)
+      state, mine = jax.eval_shape(self._init(p), params_M, layers)
       theta_at, opt_at, codec_at = _outer_shardings(state, self.outer, self.mesh)
       places = (*self.place.shardings((theta_at, opt_at)), codec_at)
       parts.append(sharding.structs(state, places))
@@ -277,15 +275,17 @@ class Streaming:
     there = exchange.transmitted(self.mesh)
     return jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=there)
 
-  def _kind(self, p: int) -> dict[str, Any]:
-    """Returns static arguments of `_init_fragment`."""
-    return {
-      "keys": tuple(self.shapes[p]),
-      "wire": self.wire,
-      "outer": self.outer,
-      "states": tuple(self.outer_step.states.items()),
-      "mesh": self.mesh,
-    }
+  def _init(
+    self, p: int
+  ) -> Callable[[PyTree, np.ndarray], tuple[Parts, dict[str, PyTree]]]:
+    return functools.partial(
+      _init_fragment,
+      keys=tuple(self.shapes[p]),
+      wire=self.wire,
+      outer=self.outer,
+      states=tuple(self.outer_step.states.items()),
+      mesh=self.mesh,
+    )
 
 
 def make_streaming(

@@ -3,7 +3,6 @@
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -35,7 +34,7 @@ def whole_number(name: str, value: object) -> int:
 
 
 def check_fields(
-  wire: str | WireConfig, outer: Outer, fields: dict[str, Any]
+  wire: str | WireConfig, outer: Outer, fields: dict[str, object]
 ) -> Config:
   """Checks arguments by the limits and rules of the config's fields.
 
@@ -64,7 +63,7 @@ def check_fields(
   return check_some(fields)
 
 
-def _fields(group: str, values: WireConfig | OuterConfig) -> dict[str, Any]:
+def _fields(group: str, values: WireConfig | OuterConfig) -> dict[str, object]:
   return {f"{group}.{name}": x for name, x in dataclasses.asdict(values).items()}
 
 

@@ -16,7 +16,6 @@ throughout the package.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -253,7 +252,7 @@ def replicate(params: PyTree, replicas: int, mesh: Mesh | None = None) -> PyTree
   """
   replicas = check_some({"replicas": replicas}).replicas
 
-  def copies(path: KeyPath, x: Any) -> jax.Array:
+  def copies(path: KeyPath, x: PyTree) -> jax.Array:
     try:
       return jnp.broadcast_to(jnp.asarray(x)[None], (replicas, *jnp.shape(x)))
     except TypeError as error:

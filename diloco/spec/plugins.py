@@ -13,17 +13,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import (
-  TYPE_CHECKING,
-  Any,
-  ClassVar,
-  Literal,
-  NamedTuple,
-  TypeAlias,
-  TypedDict,
-  TypeVar,
-  cast,
-)
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypedDict, TypeVar, cast
 
 from diloco.errors import ConfigError
 from diloco.util import files
@@ -206,7 +196,7 @@ class Extension:
 
   rules: ClassVar[tuple[Rule, ...]] = ()
 
-  def fill_in(self, c: "Config") -> dict[str, Any]:
+  def fill_in(self, c: "Config") -> dict[str, object]:
     """Returns other fields by name that follow from these; c has its steps.
 
     Raises:
@@ -279,22 +269,10 @@ Names = TypedDict(
     "eval.tasks": dict[str, str],  # Paths of JSON lines.
   },
 )
-Kind: TypeAlias = Literal[
-  "fields",
-  "wire.compressor",
-  "wire.format",
-  "inner.optimizer",
-  "outer.optimizer",
-  "outer.average",
-  "overlap.transport",
-  "fragments.pattern",
-  "model.name",
-  "eval.tasks",
-]
 NAMES = cast(Names, {kind: {} for kind in Names.__annotations__})
 
 
-def register(kind: Kind, name: str, thing: object) -> None:
+def register(kind: str, name: str, thing: object) -> None:
   """Gives a name to a thing, which the field `kind` then takes.
 
   Args:
@@ -309,7 +287,7 @@ def register(kind: Kind, name: str, thing: object) -> None:
     raise ConfigError(
       f"register has the kind {kind!r}; choose one of {', '.join(NAMES)}."
     )
-  cast(dict[str, object], NAMES[kind])[name] = thing
+  cast(dict[str, dict[str, object]], NAMES)[kind][name] = thing
 
 
 def transport(name: str) -> Transport:

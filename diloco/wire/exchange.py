@@ -10,7 +10,6 @@ payload from a checkpoint may come from a mesh with another fsdp axis. It is dec
 the layout of that mesh, to exactly the values that were sent.
 """
 
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +174,6 @@ def _decode_one(wire: WireConfig, payload: jax.Array, shards: PyTree) -> PyTree:
   return treedef.unflatten(out)
 
 
-def _flatten(tree: PyTree) -> tuple[list[tuple[KeyPath, Any]], PyTreeDef]:
+def _flatten(tree: PyTree) -> tuple[list[tuple[KeyPath, jax.Array]], PyTreeDef]:
   """Returns pairs (path, leaf), and the structure of the tree."""
   return jax.tree.flatten_with_path(tree)

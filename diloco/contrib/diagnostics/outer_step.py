@@ -9,7 +9,6 @@ Letters: M replicas, B sequences, L positions.
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +69,7 @@ class MeasuredStep:
       count = sync.schedule.num_sends
       return [p for p in sync.schedule.sends(t) if (count(p, t) - 1) % self.every == 0]
 
-    lines = dict[str, Any]()
+    lines = dict[str, PyTree]()
     if measured(t):
       lines["lines_7_8"] = partial(_send, sync.lines_7_8)
     if measured(t - min(sync.schedule.taus)):
@@ -93,7 +92,7 @@ class MeasuredStep:
 
 
 def _send(
-  lines: Wrapped, params_M: PyTree, theta: PyTree, *args: Any, **kind: Any
+  lines: Wrapped, params_M: PyTree, theta: PyTree, *args: PyTree, **kind: PyTree
 ) -> tuple[jax.Array, PyTree, Metrics]:
   """Lines 7 and 8, see `outer.send`; also measures the outer gradients by layer."""
   payload, codec_state, metrics = lines(params_M, theta, *args, **kind)
@@ -103,7 +102,7 @@ def _send(
 
 
 def _update(
-  lines: Wrapped, theta: PyTree, *args: Any, **kind: Any
+  lines: Wrapped, theta: PyTree, *args: PyTree, **kind: PyTree
 ) -> tuple[PyTree, PyTree, Metrics]:
   """Lines 10 and 11, see `outer.update`; also measures the update by layer."""
   before = jax.tree.map(jnp.copy, theta)  # The update donates theta.
