@@ -77,6 +77,9 @@ def test_a_plugin_is_given_by_path_and_its_run_keeps_the_file(tmp_path):
     default_config(str(copy))
   with pytest.raises(ConfigError, match=r"there is no file .*/absent.py"):
     default_config("absent.py")
+  (tmp_path / "sparta.py").touch()
+  with pytest.raises(ConfigError, match=r"sparta is no name for a module; rename"):
+    default_config(f"{tmp_path}/sparta.py")
   with pytest.raises(ConfigError, match=r"the kind 'compressor'; choose one of fields"):
     contrib_lib.register("compressor", "mine", None)
 

@@ -8,7 +8,6 @@ Config, ledger, checkpoints, sweeps and simulators ask this file.
 
 import dataclasses
 import importlib
-import importlib.util
 import pathlib
 import re
 import sys
@@ -336,27 +335,20 @@ def module_of(name: str) -> str:
 def _import_file(path: pathlib.Path) -> None:
   """Imports a file as a module of its name, wherever the file lies.
 
+  It may import others of its folder.
+
   Raises:
     ImportError: there is no such file, or another module has its name.
   """
   if not path.is_file():
     raise ImportError(f"there is no file {path}")
-  spec = importlib.util.find_spec(path.stem)
-  other = pathlib.Path(spec.origin) if spec and spec.origin else None
-  if spec and not (
-    other and other.is_file() and other.read_bytes() == path.read_bytes()
-  ):
-    raise ImportError(f"{other or path.stem} has its name; rename the file")
-  if path.stem not in sys.modules:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-      raise ImportError(f"{path} is no module")
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    try:
-      spec.loader.exec_module(module)
-    except BaseException:
-      del sys.modules[path.stem]
-      raise
+  if path.stem in contrib() or not path.stem.isidentifier():
+    raise ImportError(f"{path.stem} is no name for a module; rename the file")
+  importlib.invalidate_caches()  # The file may be newer than this process.
+  sys.path += {str(path.parent)}.difference(sys.path)  # At the end: it hides nothing.
+  there = getattr(importlib.import_module(path.stem), "__file__", None)
+  if not there or pathlib.Path(there).read_bytes() != path.read_bytes():
+    raise ImportError(f"{there or path.stem} has its name; rename the file")
 
 
 def keep(names: Iterable[str], workdir: pathlib.Path) -> None:
@@ -367,7 +359,8 @@ def keep(names: Iterable[str], workdir: pathlib.Path) -> None:
   for name in set(names).difference(contrib()):
     [path, *others] = source_files(name)
     copy = workdir / KEPT / path.name
-    if not others and not (copy.is_file() and copy.read_bytes() == path.read_bytes()):
+    is_there = copy.is_file() and copy.read_bytes() == path.read_bytes()
+    if path.stem == name and not others and not is_there:
       copy.parent.mkdir(exist_ok=True)
       with files.replacing(copy) as file:
         file.write(path.read_bytes())

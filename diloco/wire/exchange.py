@@ -10,7 +10,6 @@ payload from a checkpoint may come from a mesh with another fsdp axis. It is dec
 the layout of that mesh, to exactly the values that were sent.
 """
 
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
