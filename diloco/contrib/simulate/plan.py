@@ -40,15 +40,8 @@ import numpy as np
 from diloco.config import Config, changed, resolve
 from diloco.config.comparable import basis, differing, model_fields
 from diloco.errors import ConfigError
-from diloco.simulate.arguments import (
-  Answer,
-  Args,
-  Command,
-  Option,
-  assumed,
-  whole,
-  workload,
-)
+from diloco.simulate import arguments
+from diloco.simulate.arguments import Answer, Args, Command, Option, whole
 from diloco.simulate.limits import check
 from diloco.simulate.steady import steady_utilisation
 from diloco.spec.fields import Range
@@ -206,13 +199,13 @@ def plan(args: Args) -> Answer:
   check("sync_time", sync, Range(0))
   if "curve" in args and "target" not in args:
     raise ConfigError("--curve is only for --target; give both, or none of them.")
-  seconds, rows, known = workload(args).step_time, list[Row](), cells()
+  seconds, rows, known = arguments.workload(args).step_time, list[Row](), cells()
   for one in settings(c, args.get("replicas", ())):
     # The replicas share the batch. --step_time is that of the config's M replicas, so
     # another M has other devices; --chips are those of all replicas, whatever M is.
     faster = one.replicas / c.replicas if "step_time" in args else 1
-    given = {"config": one, "step_time": seconds / faster}
-    work = workload({**given, **{k: args[k] for k in ("latency", "link") if k in args}})
+    given = {k: args[k] for k in ("latency", "link") if k in args}
+    work = arguments.workload({"config": one, "step_time": seconds / faster} | given)
     reached = float(steady_utilisation(work, [rate])[0])
     per_step = (
       sum(bits for bits, _ in work.transfers) / 8 / work.whole_plan[0].sync_every
@@ -242,7 +235,7 @@ def plan(args: Args) -> Answer:
   best = recommended(rows)
   if best and "target" in args and best.hours_to_target is None:
     best = None  # No row reaches the target.
-  step, link = assumed(args, workload(args))
+  step, link = arguments.assumed(args, arguments.workload(args))
   link = f"{args['gbits']:g} Gbit/s, latency {link.partition('latency ')[2]}"
   batch = f"batch of {c.tokens_per_step:,} tokens; ±: 90% interval"
   lines = [step, f"assumed      {link}, {batch}", "", *show(kept, best, args)]
@@ -329,24 +322,23 @@ def show(rows: Sequence[Row], best: Row | None, args: Args) -> list[str]:
   for r in rows:
     above = "0" if r.method == "data_parallel" else f"{r.percent:+.2f} ± {r.half:.2f}"
     line = f"{r.method:<14}{r.replicas:>3}{r.sync_every:>5}{r.tau:>5} {r.format:<9}"
-    line += (
-      f"{r.utilisation:>7.1%}{r.bytes_per_token:>13,.4g}{above:>16}{r.hours:>10.4g}"
-    )
+    line += f"{r.utilisation:>7.1%}{r.bytes_per_token:>13,.4g}{above:>16}"
+    line += f"{r.hours:>10.4g}"
     if has_target:
-      line += (
-        f"{'never' if r.hours_to_target is None else f'{r.hours_to_target:.4g}':>11}"
-      )
+      hours = "never" if r.hours_to_target is None else f"{r.hours_to_target:.4g}"
+      line += f"{hours:>11}"
     lines.append(f"{line}  {r.note}".rstrip())
-  if best is None and has_target:
-    why = f"no setting reaches {args['target']:g}"
-    return [*lines, f"recommended  none: {why}; raise --target."]
   if best is None:
     why = f"no setting keeps the replicas busy for {ENOUGH:.0%} of the time"
-    return [*lines, f"recommended  none: {why}; raise --gbits, or H."]
+    why += "; raise --gbits, or H"
+    if has_target:
+      why = f"no setting reaches {args['target']:g}; raise --target"
+    return [*lines, f"recommended  none: {why}."]
   slower = (r for r in rows if r.hours > best.hours and r.percent < best.percent)
   if after := next(slower, None):
-    hours, points = after.hours - best.hours, best.percent - after.percent
-    lines.append(f"next row     {hours:.3g} h more for {points:.2f} points less loss")
+    points = best.percent - after.percent
+    more = f"{after.hours - best.hours:.3g} h more for {points:.2f} points less loss"
+    lines.append(f"next row     {more}")
   if best.method == "data_parallel":
     return [*lines, "recommended  --config.algorithm=data_parallel"]
   flags = f"--config.sync_every={best.sync_every} --config.overlap.tau={best.tau}"
@@ -365,9 +357,7 @@ COMMAND = Command(
   "config chips peak_tflops mfu step_time link gbits! latency",
   {
     "sync_time": Option("seconds that the syncs of a round compute; default 0"),
-    "replicas": Option(
-      "numbers of replicas, such as 2,4; default the config's", several
-    ),
+    "replicas": Option("such as 2,4; default the config's", several),
     "curve": Option("folder of a data-parallel run, for --target", pathlib.Path),
     "target": Option("held-out loss to reach, nats per token"),
     "all": Option("show all rows", bool),
