@@ -165,7 +165,7 @@ def saved_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the fields of a config read from JSON by name.
 
   Older versions saved the fields of some plug-ins with every run; these are left out,
-  also if the plug-in was removed.
+  also if the plug-in was removed, as is log.baseline, which changed no result.
 
   Raises:
     ConfigError: see `plugins.check_trusted`.
@@ -175,6 +175,7 @@ def saved_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
   plugins.check_trusted(names)
   absent = {*plugins.contrib(), *plugins.REMOVED}.difference(names)
   v = {f: x for f, x in v.items() if f.partition(".")[0] not in absent}
+  v.pop("log.baseline", None)
   return v | {"plugins": names}
 
 

@@ -29,7 +29,6 @@ DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, 
 # field now, an example of its value)}. If the plug-in was removed, (its default, "",
 # the plug-in). A saved config may contain that default.
 MOVED = {
-  "log.baseline": ("", "", ""),  # `compare` has its number.
   "log.diagnostics_every": (0, "diagnostics.every", 4),
   "model.head_dim": (0, "qwen3.head_dim", 128),
   "model.norm_eps": (1e-6, "qwen3.norm_eps", 1e-6),

@@ -204,6 +204,7 @@ def test_a_saved_field_that_a_plug_in_replaced_is_read_at_its_default_only():
   saved = resolve(make()).to_dict()
   saved["outer"] |= {"restart_every": 0, "fedpart": False, "final_momentum": -1.0}
   saved["wire"]["chunk"], saved["eager"] = 0, {"on": False}
+  saved["log"]["baseline"] = "runs/data_parallel"
   assert complete(saved) == resolve(make())
   saved["outer"]["fedpart"] = True
   with pytest.raises(ConfigError, match=r"fedpart is True, .*; now it is fedpart.on"):
