@@ -391,7 +391,7 @@ def test_the_docstrings_have_the_papers_losses_and_what_our_runs_cost():
   for r in read("streaming_table5_c4_scaling"):
     if r["eval_loss"]:
       of_streaming.setdefault(r["scale"], []).append(float(r["eval_loss"]))
-  page, parts = (CONFIGS.parent / "docs" / "aot.md").read_text(), dict[int, int]()
+  page, most = (CONFIGS.parent / "docs" / "aot.md").read_text(), dict[int, int]()
   for name, losses in (("chinchilla", of_chinchilla), ("streaming", of_streaming)):
     found = rows_of(
       name, r"^  ([\d.]+[MB]) +(\S+B) +(\S+) +(\S+) +(?:(\dx\d) (\d+) +)?(.+)"
@@ -406,8 +406,10 @@ def test_the_docstrings_have_the_papers_losses_and_what_our_runs_cost():
       assert [*map(float, loss.split())] == losses[size]
       if grid:
         assert f"| {size} | 2 x {grid} | {accumulate} |" in page
-        parts[c.model.dim] = int(accumulate)
-      assert c.train.accumulate == parts[c.model.dim]
+        assert c.train.accumulate == int(accumulate)
+      # The tokens that fit beside a model of this shape.
+      at_once = c.train.batch_size * c.model.seq_len // c.train.accumulate
+      assert at_once <= most.setdefault(c.model.dim, at_once)
 
 
 def read_losses(table):

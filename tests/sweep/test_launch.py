@@ -134,23 +134,3 @@ def test_a_worker_of_an_earlier_driver_is_busy(tmp_path):
   backend = Local(0, {}, launch="x")
   backend.running = lambda run: run.name in "ac"
   assert backend._free_worker(runs[1]) == 1
-
-
-@pytest.mark.parametrize(
-  ("flags", "message"),
-  [
-    (["--launch=true"], "--launch is 'true', but it lacks {flags}; write it"),
-    (["--launch=none {flags}"], "there is no command none here"),
-    (["--launch=x {flags}", "--backend=slurm"], "but --backend is slurm; leave one"),
-    (["--launch=true {flags}", "--vectorize=2"], "but --launch trains one run"),
-    (["--workdir=s3://b/x"], "'s3://b/x', but there is no --launch; add it."),
-    (["--launch=true {flags}", "--workdir=/x"], "'/x', no address such as s3://"),
-  ],
-)
-def test_flags_of_a_launch_that_do_not_fit_are_refused(
-  tmp_path, capsys, flags, message
-):
-  ladder = f"--sweep={ROOT / 'configs' / 'ladder.py'}"
-  assert cli.main([ladder, f"--results={tmp_path / 'r'}", *flags]) == 2
-  assert message in capsys.readouterr().err
-  assert not (tmp_path / "r").exists()

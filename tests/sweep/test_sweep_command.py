@@ -317,34 +317,24 @@ def test_a_sweep_of_three_sizes_has_laws_by_one_command(tmp_path, capsys):
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
-    (
-      ["--results=", f"--sweep={ROOT}/configs/ladder.py"],
-      "argument --results: it is empty; give a path",
-    ),
-    (["--results=r"], "--sweep must be given, for example"),
-    (
-      ["--results=r", "--export=a", "--show"],
-      "argument --show: not allowed with argument --export",
-    ),
-    (["--results=r", "--import=a"], "--import is 'a', but there is no such file"),
-    (
-      ["--results=r", f"--sweep={ROOT}/configs/ladder.py", "--slurm_options=b=c"],
-      "but --backend is local",
-    ),
-    (
-      [
-        "--results=r",
-        f"--sweep={ROOT}/configs/ladder.py",
-        "--backend=slurm",
-        "--cores=2",
-      ],
-      "--cores is 2, but --backend is slurm; give --cpus-per-task",
-    ),
+    (["--results="], "argument --results: it is empty; give a path"),
+    (["--sweep="], "--sweep must be given, for example"),
+    (["--export=a", "--show"], "argument --show: not allowed with argument --export"),
+    (["--import=a"], "--import is 'a', but there is no such file"),
+    (["--slurm_options=b=c"], "but --backend is local"),
+    (["--backend=slurm", "--cores=2"], "is slurm; give --cpus-per-task"),
+    (["--launch=true"], "--launch is 'true', but it lacks {flags}; write it"),
+    (["--launch=none {flags}"], "there is no command none here"),
+    (["--launch=x {flags}", "--backend=slurm"], "but --backend is slurm; leave one"),
+    (["--launch=true {flags}", "--vectorize=2"], "but --launch trains one run"),
+    (["--workdir=s3://b/x"], "'s3://b/x', but there is no --launch; add it."),
+    (["--launch=true {flags}", "--workdir=/x"], "'/x', no address such as s3://"),
   ],
 )
 def test_flags_that_do_not_fit_are_refused(tmp_path, monkeypatch, flags, message):
   monkeypatch.chdir(tmp_path)
-  done = called(cli.main, *flags)
+  sweep = f"--sweep={ROOT}/configs/ladder.py"
+  done = called(cli.main, "--results=r", sweep, *flags)
   assert (done.returncode, done.stdout) == (2, "")
   assert message in done.stderr
   assert list(tmp_path.iterdir()) == []
