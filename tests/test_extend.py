@@ -246,7 +246,6 @@ READS = {
   "a run that goes on": lambda fields: check(
     fields, complete(fields | {"plugins": []}), 1
   ),
-  "the log of a run": lambda fields: read_run.read(pathlib.Path("run"), "run"),
   "the config of a run": lambda fields: saved.get_config("run/config.json"),
   "a run of a sweep": lambda fields: job.run_by_hand(
     types.SimpleNamespace(run=[pathlib.Path("run")])
@@ -265,6 +264,20 @@ def test_no_record_imports_the_code_of_a_stranger(read, stranger, capfd):
     read(stranger)
   assert "of_a_stranger" not in sys.modules
   assert capfd.readouterr().out == ""
+
+
+def test_the_log_of_a_run_is_read_without_its_plugins(stranger):
+  """As `compare` and `status` do."""
+  config = pathlib.Path("run/config.json")
+  stranger |= {"strange": {"every": [3]}, "outer": {"average": "strange"}}
+  config.write_text(json.dumps(stranger))
+  c = read_run.read(pathlib.Path("run"), "run").config
+  assert leaves(c.to_dict())["strange.every"] == (3,)
+  assert (c.plugins, c.outer.average) == (("of_a_stranger",), "strange")
+  assert "of_a_stranger" not in sys.modules
+  config.write_text(json.dumps(stranger | {"model": {"name": "strange"}}))
+  with pytest.raises(ConfigError, match="of_a_stranger, code that is not of diloco"):
+    read_run.read(pathlib.Path("run"), "run")
 
 
 def test_a_plugin_that_the_command_names_is_imported(stranger, capsys, monkeypatch):

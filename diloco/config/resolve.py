@@ -161,6 +161,31 @@ def complete(saved: Mapping[str, Any]) -> Config:
   return _resolve(saved_fields(saved))
 
 
+def shown(saved: Mapping[str, Any]) -> Config:
+  """Completes a config for a command that only shows a run; imports no strange plug-in.
+
+  The fields of such a plug-in are there, but nothing follows from them.
+
+  Raises:
+    ConfigError: such a plug-in has the model or the transport; or see `complete`.
+  """
+  v = leaves(saved)
+  names = [x for x in plugins_of(v) if plugins.is_trusted(x)]
+  known = all(v[f] in plugins.NAMES[f] for f in ("model.name", "overlap.transport"))
+  if names == [*plugins_of(v)] or not known:
+    return complete(saved)
+  defaults = _defaults(names)
+  c = _build(defaults | {f: v[f] for f in defaults if f in v} | {"plugins": names})
+  stand_ins = []
+  for group in saved.keys() - c.to_dict().keys():
+    kind = dataclasses.make_dataclass(
+      group, saved[group], bases=(plugins.Extension,), frozen=True
+    )
+    stand_ins.append(kind(**saved[group]))
+  extensions = (*c.extensions, *stand_ins)
+  return dataclasses.replace(c, plugins=plugins_of(v), extensions=extensions)
+
+
 def saved_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the fields of a config read from JSON by name.
 

@@ -6,8 +6,8 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from diloco.config import Config, changed, complete
-from diloco.config.resolve import leaves
+from diloco.config import Config, changed
+from diloco.config.resolve import leaves, shown
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.spec import plugins
@@ -65,7 +65,7 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   for part in parts:
     if not (saved := read_config(part)):
       raise ConfigError(f"{part} has no config.json that can be read.")
-    configs.append(complete(saved))
+    configs.append(shown(saved))
   first, *others = (leaves(c.to_dict()) for c in configs)
   transport = plugins.NAMES["overlap.transport"][configs[0].overlap.transport]
   summed = (*_SUMMED, *transport.summed)
@@ -73,7 +73,7 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   # Parts may have batches of their own, which some replicas or shards do not divide.
   rows = whole["data.shards"] or whole["replicas"]
   whole["train.batch_size"] -= whole["train.batch_size"] % rows
-  return changed(configs[0], whole)
+  return changed(configs[0], whole) if others else configs[0]
 
 
 def read(

@@ -502,4 +502,5 @@ class Config(Extended):
     own = lambda items: {k: v for k, v in items if k != "extensions"}
     core = dataclasses.asdict(self, dict_factory=own)
     names = {kind: name for name, kind in NAMES["fields"].items()}
-    return core | {names[type(x)]: dataclasses.asdict(x) for x in self.extensions}
+    name = lambda x: names.get(type(x), type(x).__name__)  # See `resolve.shown`.
+    return core | {name(x): dataclasses.asdict(x) for x in self.extensions}

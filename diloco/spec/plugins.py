@@ -372,6 +372,11 @@ def kept(name: str, workdir: pathlib.Path) -> str:
   return str(copy) if copy.is_file() else name
 
 
+def is_trusted(name: str) -> bool:
+  """Whether a plug-in is one of diloco, or imported already."""
+  return name in contrib() or name in sys.modules
+
+
 def check_trusted(names: Iterable[str]) -> None:
   """Refuses plug-ins that a record names, unless they are ours or imported already.
 
@@ -384,7 +389,7 @@ def check_trusted(names: Iterable[str]) -> None:
   """
   for name in REMOVED.intersection(names):
     raise ConfigError(f"plugins names {name!r}{hint(name)}.")
-  strange = ",".join(n for n in names if n not in contrib() and n not in sys.modules)
+  strange = ",".join(n for n in names if not is_trusted(n))
   if strange:
     raise NotTrusted(
       f"plugins names {strange}, code that is not of diloco and would run here; if you"
