@@ -165,7 +165,7 @@ def _name(runs: Sequence[Run]) -> str:
 
 def draw(runs: Sequence[Run]) -> Any:
   """Draws the loss against tokens and bytes sent; returns a figure."""
-  from matplotlib.ticker import EngFormatter  # Slow to import.
+  from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter  # Slow.
 
   title = "Lines: training loss, smoothed. Circles: held-out loss."
   if any(run.seeds > 1 for run in runs):
@@ -188,6 +188,11 @@ def draw(runs: Sequence[Run]) -> Any:
   panels[0].set_xlabel("tokens")
   panels[0].xaxis.set_major_formatter(EngFormatter(sep=""))
   panels[1].set(xlabel="bytes sent by one replica", xscale="log")
+  low, high = panels[1].get_xlim()
+  subs = (1, 2, 5) if high < 40 * low else (1,)  # More labels would overlap.
+  panels[1].xaxis.set_major_locator(LogLocator(subs=subs, numticks=6))
+  panels[1].xaxis.set_major_formatter(EngFormatter(sep=""))
+  panels[1].xaxis.set_minor_formatter(NullFormatter())
   panels[0].set_ylabel("loss (nats per token)")
   return palette.legend(figure)
 
@@ -215,7 +220,7 @@ def missing(run: Run) -> list[str]:
 
 
 def compare(args: argparse.Namespace) -> None:
-  """Prints the table, and writes the picture and the CSV file."""
+  """Prints the table, and writes the picture."""
   if args.out:
     command.check_picture(args.out, "compare.png")
   folders = [remote.local_copy(place, "WORKDIR") for place in args.workdir]
@@ -223,7 +228,8 @@ def compare(args: argparse.Namespace) -> None:
   means = [mean_of(group) for group in joined(runs)]
   print(table(runs) + "\n")
   warned = incomparable([run.basis for run in runs])
-  print("\n".join([*warned, *itertools.chain(*map(missing, runs))]))
+  for sentence in [*warned, *itertools.chain(*map(missing, runs))]:
+    print(sentence)
   out = args.out or folders[0] / "compare.png"
   palette.save(lambda: draw(means), out)
   remote.put_back(out)

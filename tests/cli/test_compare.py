@@ -1,4 +1,4 @@
-"""The table, the picture and the CSV file of several runs."""
+"""The table and the picture of several runs."""
 
 import dataclasses
 import json
