@@ -1,7 +1,7 @@
 """A model that transformers, vLLM and lm-evaluation-harness load: Qwen3's architecture.
 
   python -m diloco.main --config=configs/qwen3.py --workdir=runs/qwen3
-  python -m diloco export --workdir=runs/qwen3 --format=hf --output=runs/qwen3_hf
+  python -m diloco export runs/qwen3 --format=hf --output=runs/qwen3_hf
 
 Trains 1.00M parameters like configs/sample.py: minutes on two CPU cores, held-out loss
 4.35 nats per token. An argument takes the sizes of a public model, or goes on with the

@@ -1,10 +1,10 @@
 """Lists the commands of diloco, or runs one of them.
 
 python -m diloco
-python -m diloco main --config=sample --workdir=runs/sample
+python -m diloco train --config=sample --workdir=runs/sample
 python -m diloco launch_local -n 2 -- --config=sample --workdir=runs/two
 
-`diloco` is the same as `python -m diloco`, and `python -m diloco main` the same as
+`diloco` is the same as `python -m diloco`, and `diloco train` the same as
 `python -m diloco.main`. Every command takes --plugins=NAME,...: modules that are not of
 diloco, and that a run or an export needs (docs/evaluation.md).
 """
@@ -18,12 +18,21 @@ import diloco
 from diloco.util import shipped
 from diloco.util.command import guarded, meant
 
+GROUPS = {
+  "Train": ("train", "launch_local", "sweep", "check", "check_plugin", "aot"),
+  "Data": ("prepare_data", "train_tokenizer", "make_items"),
+  "Settings": ("list_configs", "plan", "tune", "simulate", "scaling_laws"),
+  "Runs, while they train and after": ("status", "compare", "diagnostics", "replay"),
+  "Trained models": ("evaluate", "generate", "export"),
+  "The claims of both papers": ("reproduce",),
+}
+
 
 def commands() -> dict[str, str]:
-  """Returns {name: module} of all commands; main, which trains, is the first.
+  """Returns {name: module}: the commands of GROUPS, then those that programs start.
 
   A command is a module that may be run. Its name is that of the file, or that of the
-  folder if the file is `__main__.py`.
+  folder if the file is `__main__.py`; `train` is diloco/main.py.
   """
   found = {}
   for file in sorted(shipped.PACKAGE.rglob("*.py")):
@@ -33,16 +42,22 @@ def commands() -> dict[str, str]:
     if is_command and [*folders, stem] != ["__main__"]:
       name = folders[-1] if stem == "__main__" else stem
       found[name] = ".".join(["diloco", *folders, stem])
-  return {"main": found.pop("main")} | dict(sorted(found.items()))
+  found["train"] = found["main"]
+  return {name: found[name] for names in GROUPS.values() for name in names} | found
+
+
+def document(module: str) -> str:
+  """Returns the docstring of a command's module, without an import."""
+  file = shipped.PACKAGE.parent / f"{module.replace('.', '/')}.py"
+  return ast.get_docstring(ast.parse(file.read_text())) or ""
 
 
 def listing() -> str:
-  """Returns one line for each command: its name, and what it does."""
-  lines = ["Commands, as in `python -m diloco main --help`:", ""]
-  for name, module in commands().items():
-    file = shipped.PACKAGE.parent / f"{module.replace('.', '/')}.py"
-    doc = ast.get_docstring(ast.parse(file.read_text())) or ""
-    lines.append(f"  {name:<19}{doc.partition(chr(10))[0]}")
+  """Returns the commands by group: the name of each, and what it does."""
+  lines, modules = ["Commands, as in `python -m diloco train --help`:"], commands()
+  for group, names in GROUPS.items():
+    lines += ["", f"{group}:"]
+    lines += [f"  {n:<17}{document(modules[n]).partition(chr(10))[0]}" for n in names]
   names = ", ".join(shipped.names("get_config"))
   lines += ["", "Every command takes --plugins=NAME: modules that are not of diloco."]
   lines += ["", f"Configs by name, as in --config=sample: {names}."]
@@ -71,9 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   if given and (status := guarded(_import_plugins, given)):
     return status
   name, found = argv[1], commands()
-  found["train"] = found["main"]  # What people try first.
   if name not in found:
-    known = ", ".join(found)
+    known = ", ".join(name for names in GROUPS.values() for name in names)
     near = f"{name}{meant(name, found)}"
     print(f"error: there is no command {near}; give one of {known}.", file=sys.stderr)
     return 2

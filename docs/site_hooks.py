@@ -9,7 +9,6 @@ Python-Markdown wants four spaces. Everything that a link names must exist. A li
 and its ± stay in one line.
 """
 
-import ast
 import csv
 import html
 import logging
@@ -55,11 +54,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def commands_page() -> str:
   """Formats what `--help` of each command begins with, its examples as code."""
   parts = ["# Commands", "`python -m diloco NAME --help` has the flags of a command."]
-  for name, module in listing.commands().items():
-    file = ROOT / f"{module.replace('.', '/')}.py"
-    doc = ast.get_docstring(ast.parse(file.read_text())) or ""
+  modules = listing.commands()
+  for name in [name for names in listing.GROUPS.values() for name in names]:
     parts.append(f"## {name}")
-    for paragraph in doc.split("\n\n"):
+    for paragraph in listing.document(modules[name]).split("\n\n"):
       is_code = paragraph.lstrip().startswith(("python ", "diloco ", "$ "))
       parts.append(f"```sh\n{paragraph}\n```" if is_code else _cell(paragraph))
   return "\n\n".join(parts) + "\n"

@@ -282,7 +282,7 @@ def test_the_log_of_a_run_is_read_without_its_plugins(stranger):
 
 def test_a_plugin_that_the_command_names_is_imported(stranger, capsys, monkeypatch):
   monkeypatch.setattr(sys, "argv", sys.argv)
-  command = ["diloco", "generate", "--workdir=."]
+  command = ["diloco", "generate", "."]
   with pytest.raises(SystemExit, match="2"):
     __main__.main(command)
   refused = capsys.readouterr()

@@ -1,6 +1,6 @@
 """Evaluates a trained model: zero-shot tasks and held-out loss.
 
-  python -m diloco evaluate --workdir=runs/sample --tasks=hellaswag,piqa,arc_easy
+  python -m diloco evaluate runs/sample --tasks=hellaswag,piqa,arc_easy
 
 Reads the outer parameters of the newest checkpoint, or of an export. Prints a line for
 each task and writes evaluation_<step>.json into the workdir; prints the content of this
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     )
   if args.details:
     command.make_parent(args.details, "--details")
-  workdir = remote.local_copy(args.workdir, "--workdir")
+  workdir = remote.local_copy(args.workdir, "WORKDIR")
   model = load(workdir, args.step)
   fields = {
     "eval.tasks": args.tasks,

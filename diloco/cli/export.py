@@ -1,10 +1,10 @@
 """Writes a trained model for other programs: safetensors weights and a config.
 
-  python -m diloco export --workdir=runs/sample --output=runs/sample_export
+  python -m diloco export runs/sample --output=runs/sample_export
 
 The folder holds the outer parameters (model.safetensors, float32, names such as
 `blocks.attention.q`), a description of the model (config.json) and the tokenizer
-(tokenizer.model). diloco generate and diloco.evaluate accept the folder as --workdir,
+(tokenizer.model). diloco generate and diloco evaluate accept the folder as WORKDIR,
 and `diloco.interop.load.load` returns the same parameters, bit for bit.
 
 With --format=NAME, the folder has another format, if the plug-in of the model's

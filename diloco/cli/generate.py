@@ -1,6 +1,6 @@
 """Continues a prompt with a trained model.
 
-  python -m diloco generate --workdir=runs/sample --prompt='My fellow citizens'
+  python -m diloco generate runs/sample --prompt='My fellow citizens'
 
 Uses the outer parameters of the newest checkpoint. --temperature=0 always takes the
 most likely token; --top_k=40 draws only from the 40 most likely tokens.

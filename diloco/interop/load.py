@@ -78,7 +78,7 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
 
   like = lambda _, record: _outer_arrays(_config(record, workdir), mesh)
   with jax.set_mesh(mesh):
-    remedy = f"choose another {'--workdir' if step is None else '--step'}"
+    remedy = f"choose another {'workdir' if step is None else '--step'}"
     found = damage.read_newest(workdir, _steps(workdir, step), like, remedy)
     c = _config(found.record, workdir)
     return Model(c, found.step, _outer_params(c, found.arrays, mesh), mesh)

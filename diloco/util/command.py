@@ -197,9 +197,8 @@ def as_place(text: str) -> pathlib.Path | str:
 def model_parser(command: str, description: str | None) -> Parser:
   """Makes the parser of a command that takes a trained model."""
   parser = Parser(prog=f"python -m diloco {command}", description=description)
-  parser.add_argument(
-    "--workdir", type=as_place, required=True, help="folder of a run or an export"
-  )
+  run = "folder or address of a run, or of an export"
+  parser.add_argument("workdir", metavar="WORKDIR", type=as_place, help=run)
   parser.add_argument("--step", type=int, help="default: the newest checkpoint")
   return parser
 

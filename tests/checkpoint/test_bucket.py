@@ -220,9 +220,9 @@ def reads_it(address, whole, tmp_path, capsys):
   assert compare.main([address, str(whole)]) == 0
   assert f"{address}/compare.png" in capsys.readouterr().out
   out = tmp_path / "export"
-  assert export.main([f"--workdir={address}", f"--output={out}"]) == 0
+  assert export.main([f"{address}", f"--output={out}"]) == 0
   assert (out / "model.safetensors").is_file()
-  assert evaluate.main([f"--workdir={address}", "--heldout"]) == 0
+  assert evaluate.main([f"{address}", "--heldout"]) == 0
   names = remote.bucket_of(remote.local_copy(address, "it")).listed()
   assert {"compare.png", "evaluation_12.json"} <= {*names}
 

@@ -154,7 +154,7 @@ def test_every_score_and_choice_is_that_of_the_harness(tiny, tmp_path):
     items[name] = [item_of(name, record) for record in made]
     paths[name] = str(tmp_path / f"items_{name}.jsonl")
     write(pathlib.Path(paths[name]), [vars(item) for item in items[name]])
-  flags = [f"--workdir={plain}", f"--tasks={','.join(paths.values())}"]
+  flags = [f"{plain}", f"--tasks={','.join(paths.values())}"]
   assert evaluate.main([*flags, f"--details={details}"]) == 0
   rows = [json.loads(line) for line in details.read_text().splitlines()]
   for name, samples in harness(folder, tmp_path).items():

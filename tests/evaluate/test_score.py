@@ -174,7 +174,7 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
   assert evals[-1][f"{ITEMS}_accuracy"] == trained["accuracy"]
 
   details = tmp_path / "details.jsonl"
-  args = [f"--workdir={tmp_path}", f"--tasks={ITEMS}", "--items=4", "--heldout"]
+  args = [f"{tmp_path}", f"--tasks={ITEMS}", "--items=4", "--heldout"]
   assert evaluate.main([*args, f"--details={details}"]) == 0
   out = capsys.readouterr().out
   assert "items.jsonl" in out
@@ -185,22 +185,22 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
   rows = [json.loads(line) for line in details.read_text().splitlines()]
   found = [(r["item"], len(r["scores"])) for r in rows]
   assert found == [(0, 4), (1, 2), (2, 3), (3, 5)]
-  assert evaluate.main([f"--workdir={tmp_path}", "--tasks=boolq"]) == 2
+  assert evaluate.main([f"{tmp_path}", "--tasks=boolq"]) == 2
   assert "is no task" in capsys.readouterr().err
   for more, message in (
     ([], "--tasks is empty"),
     (["--tasks=,"], "--tasks is empty"),
     ([f"--tasks={ITEMS}", f"--details={tmp_path}"], "a folder; give a file"),
   ):
-    assert evaluate.main([f"--workdir={tmp_path}", *more]) == 2
+    assert evaluate.main([f"{tmp_path}", *more]) == 2
     assert message in capsys.readouterr().err
-  assert evaluate.main([f"--workdir={tmp_path}", "--heldout"]) == 0
+  assert evaluate.main([f"{tmp_path}", "--heldout"]) == 0
   assert capsys.readouterr().out.startswith("held-out ")
   # Each command adds to what is known of the step.
   assert json.loads((tmp_path / "evaluation_7.json").read_text()) == said
 
   (tmp_path / "contents.json").write_text(json.dumps({HELD_OUT: "another text"}))
-  assert evaluate.main([f"--workdir={tmp_path}", "--heldout"]) == 0
+  assert evaluate.main([f"{tmp_path}", "--heldout"]) == 0
   note = "was another text when the run was evaluated, so this loss cannot be compared"
   assert note in capsys.readouterr().out
   assert note in json.loads((tmp_path / "evaluation_7.json").read_text())["note"]
@@ -210,7 +210,7 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
     raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
   monkeypatch.setattr(evaluate.files, "write_json", read_only)
-  assert evaluate.main([f"--workdir={tmp_path}", "--heldout"]) == 0
+  assert evaluate.main([f"{tmp_path}", "--heldout"]) == 0
   *_, where, content = capsys.readouterr().out.splitlines()
   assert "evaluation_7.json cannot be written (Permission denied)" in where
   assert json.loads(content) == said

@@ -84,7 +84,7 @@ def test_outer_state_of_hosts_is_loaded(fields, tmp_path, capsys):
   params = train_in(tmp_path, **fields)
   assert_same_bits(restore.load(tmp_path).params, params)
   capsys.readouterr()
-  assert generate.main([f"--workdir={tmp_path}", "--prompt=The", "--tokens=2"]) == 0
+  assert generate.main([f"{tmp_path}", "--prompt=The", "--tokens=2"]) == 0
   assert capsys.readouterr().out.startswith("The")
 
 
@@ -232,7 +232,7 @@ def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp
   env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"}
   workdir, out = str(trained[0]), str(tmp_path / "out")
   items = ROOT / "tests" / "fixtures" / "items.jsonl"
-  args = [f"--workdir={workdir}", f"--tasks={items}"]
+  args = [str(workdir), f"--tasks={items}"]
   details = [tmp_path / f"{n}.jsonl" for n in (1, 4)]
   command = [sys.executable, "-c", code, workdir, out, *args, f"--details={details[1]}"]
   subprocess.run(command, check=True, cwd=ROOT, env=env, timeout=300)
@@ -247,11 +247,11 @@ def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp
 @ONE
 def test_commands(trained, tmp_path, capsys):
   out = str(tmp_path / "out")
-  assert export.main([f"--workdir={trained[0]}", f"--output={out}"]) == 0
+  assert export.main([f"{trained[0]}", f"--output={out}"]) == 0
   assert "model.safetensors" in capsys.readouterr().out
   text = []
   for workdir in (trained[0], out):
-    args = [f"--workdir={workdir}", "--prompt=The nation", "--tokens=6", "--seed=1"]
+    args = [str(workdir), "--prompt=The nation", "--tokens=6", "--seed=1"]
     assert generate.main(args) == 0
     text.append(capsys.readouterr().out)
   assert text[0] == text[1]
@@ -261,28 +261,28 @@ def test_commands(trained, tmp_path, capsys):
     ("--seed=99999999999999999999", "99; give -9.22337e+18 to 9.22337e+18"),
   ):
     with pytest.raises(SystemExit, match="2"):
-      generate.main([f"--workdir={out}", flag])
+      generate.main([f"{out}", flag])
     assert message in capsys.readouterr().err
   for flag, message in (
     ("--temperature=1e-30", "--temperature is 1e-30, which overflows; give 0"),
     ("--prompt=\udcff", "which is not UTF-8"),
   ):
-    assert generate.main([f"--workdir={out}", flag]) == 2
+    assert generate.main([f"{out}", flag]) == 2
     assert message in capsys.readouterr().err
   with pytest.raises(SystemExit, match="2"):
-    export.main([f"--workdir={trained[0]}", "--output="])
+    export.main([f"{trained[0]}", "--output="])
   assert "argument --output: it is empty; give a path" in capsys.readouterr().err
-  wrong = [f"--workdir={trained[0]}", f"--output={out}", "--format=hf"]
+  wrong = [f"{trained[0]}", f"--output={out}", "--format=hf"]
   assert export.main(wrong) == 2
   said = "--format is 'hf', but of an architecture with model.name=decoder one can"
   assert f"{said} write diloco; docs/models.md" in capsys.readouterr().err
   assert export.main([*wrong[:2], "--dtype=bfloat16"]) == 2
   assert "is bfloat16, which --format=diloco has not" in capsys.readouterr().err
-  assert export.main([f"--workdir={tmp_path}", f"--output={out}"]) == 2
+  assert export.main([f"{tmp_path}", f"--output={out}"]) == 2
   assert "holds no checkpoint yet" in capsys.readouterr().err
-  assert export.main([f"--workdir={trained[0]}", "--output=/proc/none"]) == 2
+  assert export.main([f"{trained[0]}", "--output=/proc/none"]) == 2
   assert "--output is '/proc/none', where nothing" in capsys.readouterr().err
-  evaluated = [f"--workdir={trained[0]}", "--tasks=piqa", "--details=/proc/none/x"]
+  evaluated = [f"{trained[0]}", "--tasks=piqa", "--details=/proc/none/x"]
   assert evaluate.main(evaluated) == 2
   assert "--details is '/proc/none', where nothing" in capsys.readouterr().err
 

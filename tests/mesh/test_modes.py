@@ -121,6 +121,6 @@ def test_the_trainer_trains_alike_in_all_modes(tiny, tmp_path, fields, set_modes
   set_modes(MODES)
   found = train.train(tiny, tmp_path / "modes")
   assert found["eval_loss"] == plain["eval_loss"]
-  workdir = f"--workdir={tmp_path / 'modes'}"
+  workdir = str(tmp_path / "modes")
   assert generate.main([workdir, "--tokens=2"]) == 0
   assert evaluate.main([workdir, "--heldout"]) == 0

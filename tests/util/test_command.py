@@ -63,7 +63,7 @@ def test_a_wrong_flag_or_command_gets_a_suggestion(main, args, end, capsys):
 @pytest.mark.parametrize(
   ("main", "args"),
   [
-    (generate.main, "--workdir=run --temperature=1e300"),
+    (generate.main, "run --temperature=1e300"),
     (launch_local.main, "-n 2 --devices=-1 -- --config=sample"),
     (launch_local.main, "-n 200000 -- --config=sample"),
     (train_tokenizer.main, "--source=sotu --output=x.model --vocab_size=99999999999"),

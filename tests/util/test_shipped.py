@@ -106,7 +106,7 @@ def test_all_commands_are_listed_without_jax(tmp_path):
   *lines, has_jax = ended.stdout.splitlines()
   assert has_jax == "False"
   told = {line.split()[0]: line.split()[1:] for line in lines if line[:2] == "  "}
-  assert next(iter(told)) == "main"
+  assert next(iter(told)) == "train"
   wanted = {"compare", "aot", "generate", "prepare_data", "launch_local", "reproduce"}
   assert wanted < set(told)
   assert all(told.values())
@@ -120,7 +120,7 @@ def test_a_command_is_run_by_its_name(tmp_path):
   assert "learning_rate" in python(*command, "--json", cwd=tmp_path).stdout
   ended = python("-m", "diloco", "trian", cwd=tmp_path)
   assert ended.returncode == 2
-  said = "error: there is no command trian (did you mean train?); give one of main,"
+  said = "error: there is no command trian (did you mean train?); give one of train,"
   assert ended.stderr.startswith(said)
 
 

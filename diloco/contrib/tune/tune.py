@@ -2,7 +2,7 @@
 
   python -m diloco tune --config=configs/sample.py
   python -m diloco tune --config=chinchilla:335M,M=2 --config.model.seq_len=1024
-  python -m diloco main --config=sample $(python -m diloco tune --config=sample --flags)
+  diloco train --config=sample $(diloco tune --config=sample --flags)
 
 Times the inner step on the devices that are here. It tries the values of one field
 after the other, each in turn with the fastest so far, and prints a row for each:

@@ -131,5 +131,5 @@ def test_the_command_prints_flags_that_a_run_takes(monkeypatch):
   assert re.search(r"mesh.replica=1 mesh.fsdp=2 +\d", ended.stderr)
   flags = re.findall(r"--config\.\S+", last)
   assert ended.stdout == " ".join(flags) + "\n"  # And nothing else.
-  command = [sys.executable, "-m", "diloco", "main", *config, *flags, "--print_config"]
+  command = [sys.executable, "-m", "diloco", "train", *config, *flags, "--print_config"]
   subprocess.run(command, check=True, capture_output=True)
