@@ -58,9 +58,9 @@ def listing() -> str:
   for group, names in GROUPS.items():
     lines += ["", f"{group}:"]
     lines += [f"  {n:<17}{document(modules[n]).partition(chr(10))[0]}" for n in names]
-  names = ", ".join(shipped.names("get_config"))
+  configs = ", ".join(shipped.names("get_config"))
   lines += ["", "Every command takes --plugins=NAME: modules that are not of diloco."]
-  lines += ["", f"Configs by name, as in --config=sample: {names}."]
+  lines += ["", f"Configs by name, as in --config=sample: {configs}."]
   return "\n".join(lines)
 
 

@@ -16,13 +16,15 @@ from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.log.log import Log
 from diloco.model import attention, sampling
 from diloco.processes.peers import Peers
-from diloco.spec import sizes
+from diloco.spec import call_text, sizes
 from diloco.spec.shapes import matrix_params, num_params
 from diloco.util import files
 
 FILE = "summary.json"
 # Fewer syncs than this leave the outer parameters far behind the replicas.
 _ENOUGH_SYNCS = 3
+# Outer momentum 0.9 pays from about so many syncs on (docs/settings.md).
+_SYNCS_OF_09 = 100
 
 
 def make(
@@ -134,13 +136,24 @@ def _in_both(c: Config) -> str:
 
 def _few_syncs(c: Config) -> str:
   """Warns that some fragments are rarely synchronised in this run; "" if none is."""
-  few = min(c.num_syncs(), default=_ENOUGH_SYNCS)
+  few = min(c.num_syncs(), default=_SYNCS_OF_09)
   if few >= _ENOUGH_SYNCS or c.outer.final_sync:
-    return ""
+    return _momentum(c, few)
   return (
     f"some fragments are synchronised only {few} time{'s' * (few > 1)} in"
     f" {c.train.steps} steps, so the outer parameters lag behind the replicas' mean;"
     " train longer or lower sync_every, or set outer.final_sync=true."
+  )
+
+
+def _momentum(c: Config, syncs: int) -> str:
+  """Warns of the papers' outer momentum in a short run; "" if it fits."""
+  found = call_text.parse("outer.optimizer", c.outer.optimizer)[1].get("momentum", 0)
+  if found < 0.9 or syncs >= _SYNCS_OF_09:
+    return ""
+  return (
+    f"outer momentum {found:g} suits long runs, and a fragment has {syncs} syncs here;"
+    " try 0.5 with outer.learning_rate=1.0, or 0.7 with 0.6 (docs/settings.md)."
   )
 
 

@@ -17,7 +17,7 @@ from diloco.train import train
 )
 def test_fewer_than_three_syncs_of_a_fragment_are_told(tiny, steps, said):
   # 4 fragments with sync_every=4: the last is sent at steps 7, 11, 15.
-  tiny.train.steps = steps
+  tiny.train.steps, tiny.outer.optimizer = steps, "sgd(momentum=0.5)"
   note = summary.note(resolve(tiny))
   assert said in note
   assert bool(note) == bool(said)
@@ -28,10 +28,19 @@ def test_fewer_than_three_syncs_of_a_fragment_are_told(tiny, steps, said):
   assert summary.note(resolve(tiny)) == ""
 
 
+@pytest.mark.parametrize(("steps", "told"), [(300, True), (500, False)])
+def test_the_papers_momentum_in_a_short_run_is_told(tiny, steps, told):
+  tiny.train.steps, tiny.outer.optimizer = steps, "sgd(momentum=0.9)"
+  assert summary.note(resolve(tiny)).startswith("outer momentum 0.9 suits") == told
+  tiny.outer.optimizer = "sgd(momentum=0.7)"
+  assert summary.note(resolve(tiny)) == ""
+
+
 def test_held_out_documents_in_the_training_text_are_told(tiny, tmp_path):
   for i in range(40):  # The files 0 and 20 are held out.
     (tmp_path / f"{i:02}.txt").write_text(f"Document {20 if i == 7 else i:02}.")
   tiny.data.source, tiny.train.steps = f"files:{tmp_path}", 16
+  tiny.outer.optimizer = "sgd"
   assert summary.note(resolve(tiny)).startswith(
     "1 of 2 held-out documents (50.0% of the bytes) are also in the training text"
   )
