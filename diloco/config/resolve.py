@@ -65,10 +65,13 @@ def _types(group: type) -> dict[str, Any]:
   }
 
 
+_TYPES = _types(Config)
+
+
 def _kinds(names: Sequence[str]) -> dict[str, Any]:
   """Returns the type of each field of a config with these plug-ins."""
   groups = plugins.load(names)
-  kinds = _types(Config) | {name: _types(group) for name, group in groups.items()}
+  kinds = _TYPES | {name: _types(group) for name, group in groups.items()}
   return leaves(kinds)
 
 

@@ -3,6 +3,7 @@
 A tokenizer.json of a public model serves as well (`diloco.tokenizer.json_model`).
 """
 
+import functools
 import hashlib
 import os
 import pathlib
@@ -135,7 +136,11 @@ def load_tokenizer(name: str) -> Tokenizer:
       " .model (`python -m diloco train_tokenizer --source=<source> --output=<path>`"
       f" trains one), one of: {shipped}, or nothing if data.source is arrays."
     )
-  return Tokenizer(path)
+  return Tokenizer(path) if own else _shipped(path)
+
+
+# A sweep asks for it once for each run; the files of the package do not change.
+_shipped = functools.cache(Tokenizer)
 
 
 def _load(path: pathlib.Path) -> Any:
