@@ -58,6 +58,11 @@ class Streaming:
     """The paths of each fragment's leaves; [i, j, ...] are the layers of a stack."""
     return tuple(map(self._describe, self.sync.fragments))
 
+  def print_fragments(self) -> None:
+    """Prints a line for each fragment: bytes of one replica's sync, and the leaves."""
+    for p, leaves in enumerate(self.fragments):
+      print(f"fragment {p}: {self.sync_bytes(p):,} bytes, {', '.join(leaves)}")
+
   @plain_modes()
   def init(self, params_M: PyTree) -> OuterState:
     """Makes the first outer state; outer parameters are those of replica 0."""
@@ -198,7 +203,9 @@ def streaming(
     fragments: `Stacked(...)` if layers are stacked along an axis; or a function from
       the path of a leaf, such as "params/Dense_0/kernel", to the number of its
       fragment. None: one fragment of all leaves, as in DiLoCo.
-    tau: inner steps between a send and its merge, of all replicas or of each.
+    tau: inner steps between a send and its merge, of all replicas or of each. They
+      hide the exchange if transport is "host". With "device" they hide nothing: a
+      device runs your step and the exchange one after the other.
     alpha: weight of a replica's own parameters in a merge.
     wire: a number format (fp32, bf16, e3m0, any eXmY), or a WireConfig with compressor,
       block size and rounding, whose format is e3m0 unless it says another.

@@ -105,7 +105,7 @@ def test_any_tree_trains_as_in_numpy(tau, alpha):
 
 @pytest.mark.integration("compiles the library and the trainer")
 @pytest.mark.parametrize("wire", ["fp32", "e3m0"])
-def test_stacked_layers_train_as_in_the_trainer(wire):
+def test_stacked_layers_train_as_in_the_trainer(wire, capsys):
   c = default_config()
   c.replicas, c.train.batch_size, c.train.steps, c.sync_every = M, 2 * M, STEPS, 8
   c.model.num_layers, c.fragments.size, c.wire.format = 5, 2, wire
@@ -134,6 +134,9 @@ def test_stacked_layers_train_as_in_the_trainer(wire):
   )
   assert method.fragments[0] == ("blocks/v[0, 3]", "blocks/w[0, 3]")
   assert method.fragments[-1] == ("embed/t",)
+  method.print_fragments()
+  *_, last = capsys.readouterr().out.splitlines()
+  assert last == f"fragment 3: {method.sync_bytes(3)} bytes, embed/t"
   assert [method.sync_bytes(p) for p in range(4)] == [
     sync.sync_bytes(p) for p in range(4)
   ]
