@@ -24,11 +24,23 @@ from diloco.sweep.csv_file import export, load
 from diloco.sweep.table import as_json
 
 
-def test_an_export_has_results_and_configs(tmp_path):
-  finish(make_driver(make_sweep(), tmp_path, Fake()))
-  assert export(rows_of(tmp_path), tmp_path / "out.csv") == 8
-  with (tmp_path / "out.csv").open() as file:
-    rows = list(csv.DictReader(file))
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+  """A folder: `a` holds the results of a sweep, out.csv exports them."""
+  folder = tmp_path_factory.mktemp("swept")
+  finish(make_driver(make_sweep(), folder / "a", Fake()))
+  assert export(rows_of(folder / "a"), folder / "out.csv") == 8
+  return folder
+
+
+@pytest.fixture
+def exported(swept):
+  with (swept / "out.csv").open() as file:
+    return list(csv.DictReader(file))
+
+
+def test_an_export_has_results_and_configs(exported):
+  rows = exported
   assert {row["replicas"] for row in rows} == {"1", "2"}
   assert {row["algorithm"] for row in rows} == {"diloco"}
   best = min(rows, key=lambda row: float(row["loss"]))
@@ -39,15 +51,13 @@ def test_an_export_has_results_and_configs(tmp_path):
   assert json.loads(best["config"])["train.steps"] == 10
 
 
-def test_a_sweep_goes_on_from_an_exported_file(tmp_path):
-  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
-  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
+def test_a_sweep_goes_on_from_an_exported_file(swept, tmp_path):
   b = tmp_path / "b"
-  assert load(tmp_path / "out.csv", b) == load(tmp_path / "out.csv", b) == 8
+  assert load(swept / "out.csv", b) == load(swept / "out.csv", b) == 8
   again = Fake()
   finish(make_driver(make_sweep(), b, again))
   assert again.started == []
-  before = table.read_rows(tmp_path / "a")
+  before = table.read_rows(swept / "a")
   for row in rows_of(b):
     assert row["loss"] == pytest.approx(before[row["name"]]["loss"], rel=1e-5)
     assert row["revision"] == before[row["name"]]["revision"]
@@ -107,11 +117,8 @@ def test_test_losses_survive_an_export_and_an_import(tmp_path):
     ({None: ["more"]}, "as many cells"),
   ],
 )
-def test_an_import_names_the_line_that_is_wrong(tmp_path, change, message):
-  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
-  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
-  with (tmp_path / "out.csv").open() as file:
-    rows = list(csv.DictReader(file))
+def test_an_import_names_the_line_that_is_wrong(exported, tmp_path, change, message):
+  rows = [{**row} for row in exported]
   rows[4] |= change
   with (tmp_path / "out.csv").open("w") as file:
     writer = csv.writer(file)
@@ -131,13 +138,8 @@ def test_a_file_that_is_no_export_is_refused(tmp_path, text):
     load(tmp_path / "t.csv", tmp_path)
 
 
-def test_a_file_of_older_code_without_the_papers_n_is_imported(tmp_path):
-  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
-  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
-  with (tmp_path / "out.csv").open() as file:
-    rows = [
-      {k: v for k, v in r.items() if k != "matrix_params"} for r in csv.DictReader(file)
-    ]
+def test_a_file_of_older_code_without_the_papers_n_is_imported(exported, tmp_path):
+  rows = [{k: v for k, v in r.items() if k != "matrix_params"} for r in exported]
   with (tmp_path / "out.csv").open("w") as file:
     writer = csv.DictWriter(file, rows[0])
     writer.writeheader()
@@ -145,13 +147,11 @@ def test_a_file_of_older_code_without_the_papers_n_is_imported(tmp_path):
   assert load(tmp_path / "out.csv", tmp_path / "b") == 8
 
 
-def test_an_imported_run_replaces_an_unfinished_one(tmp_path):
-  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
-  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
+def test_an_imported_run_replaces_an_unfinished_one(swept, tmp_path):
   never = Fake(lambda run, saved: None)
   make_driver(make_sweep(), tmp_path / "b", never).step()  # Starts both.
   assert len(rows_of(tmp_path / "b")) == 2
-  load(tmp_path / "out.csv", tmp_path / "b")
+  load(swept / "out.csv", tmp_path / "b")
   assert [row["status"] for row in rows_of(tmp_path / "b")] == ["done"] * 8
   again = Fake()
   finish(make_driver(make_sweep(), tmp_path / "b", again))
