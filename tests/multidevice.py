@@ -425,7 +425,6 @@ def main() -> None:
   }
   parts = {
     "gradients": {
-      "2": lambda: gradients(2),
       "8": lambda: gradients(8),
       "accumulated": lambda: gradients(2, **{"train.accumulate": 2}),
     },
@@ -462,9 +461,9 @@ def main() -> None:
     "traffic": {
       "2": lambda: traffic(2),
       "8": lambda: traffic(8),
-      "chunked": lambda: traffic(8, **{"model.loss_chunk": 4}),
-      "feedback": lambda: traffic(8, **{"wire.compressor": "feedback"}),
-      "psum": lambda: traffic(2, **{"wire.exchange": "psum"}),
+      "chunked_feedback": lambda: traffic(
+        8, **{"model.loss_chunk": 4, "wire.compressor": "feedback"}
+      ),
       "psum_8": lambda: traffic(8, **{"wire.exchange": "psum"}),
       "psum_of_4": lambda: traffic(4, **{"wire.exchange": "psum", "replicas": 4}),
     },

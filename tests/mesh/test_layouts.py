@@ -10,9 +10,9 @@ LONG = pytest.mark.integration("compiles for eight devices")
 @pytest.fixture(scope="module")
 def multidevice():
   # test_mesh.py has the traffic of two devices with packed payloads.
-  losses = "losses=1,2,8,fsdp,host,one_copy,two_copies,accumulated,16_bits"
+  losses = "losses=1,8,host,one_copy,two_copies,16_bits"
   parts = (losses, "gradients", "whole_models", "shards", "arrivals", "library")
-  parts += ("traffic=8,chunked,feedback,psum,psum_8,psum_of_4",)
+  parts += ("traffic=8,chunked_feedback,psum_8,psum_of_4",)
   parts += ("averages", "coded_moments")
   return run_on_8_devices(*parts)
 
@@ -25,15 +25,12 @@ def attentions():
 @LONG
 def test_the_losses_do_not_depend_on_the_layout(multidevice):
   losses = multidevice["losses"]
-  for layout in ("2", "8", "fsdp"):
-    np.testing.assert_allclose(losses[layout], losses["1"], rtol=2e-4, err_msg=layout)
+  np.testing.assert_allclose(losses["8"], losses["1"], rtol=2e-4)
   # Hosts update whole tensors that their devices shard. Equal but for rounding: XLA
   # compiles the update of a shard and of the whole differently.
   np.testing.assert_allclose(losses["host"], losses["8"], rtol=1e-6)
   # Data-parallel trains the same model on every layout.
-  for layout in ("two_copies", "accumulated"):
-    one = losses["one_copy"]
-    np.testing.assert_allclose(losses[layout], one, rtol=2e-4, err_msg=layout)
+  np.testing.assert_allclose(losses["two_copies"], losses["one_copy"], rtol=2e-4)
   # Gradients of 16 bits are rounded before they are averaged.
   np.testing.assert_allclose(losses["16_bits"], losses["two_copies"], rtol=2e-3)
   assert losses["16_bits"] != losses["two_copies"]
@@ -89,12 +86,13 @@ def test_both_transports_give_the_same_bits_where_a_replica_is_one_device():
   assert host == device
 
 
-@pytest.mark.slow("compiles seven layouts")
+@pytest.mark.slow("compiles ten layouts")
 def test_more_layouts_train_the_same_numbers():
-  names = ("1", "4", "two_on_each", "four_on_one")
-  plain = ("one_copy", "one_copy_on_2", "two_copies_on_8")
+  names = ("1", "2", "4", "fsdp", "two_on_each", "four_on_one")
+  plain = ("one_copy", "one_copy_on_2", "two_copies_on_8", "accumulated")
   losses = run_on_8_devices(f"losses={','.join(names + plain)}")["losses"]
-  np.testing.assert_allclose(losses["4"], losses["1"], rtol=2e-4)
+  for name in ("2", "4", "fsdp"):
+    np.testing.assert_allclose(losses[name], losses["1"], rtol=2e-4)
   np.testing.assert_allclose(losses["two_on_each"], losses["four_on_one"], rtol=2e-4)
   for name in plain[1:]:
     np.testing.assert_allclose(losses[name], losses["one_copy"], rtol=2e-4)
@@ -112,7 +110,7 @@ def test_no_device_ever_holds_a_whole_model(multidevice):
 
 
 @LONG
-@pytest.mark.parametrize("layout", ["8", "chunked", "feedback"])
+@pytest.mark.parametrize("layout", ["8", "chunked_feedback"])
 def test_only_the_packed_payload_crosses_between_replicas(multidevice, layout):
   traffic = multidevice["traffic"][layout]
   for program in ("inner", "send", "update", "merge"):
@@ -148,7 +146,7 @@ def test_shards_draw_other_numbers_copies_the_same(multidevice, compressor, roun
 
 
 @LONG
-@pytest.mark.parametrize(("layout", "fsdp"), [("2", 1), ("8", 4), ("accumulated", 1)])
+@pytest.mark.parametrize(("layout", "fsdp"), [("8", 4), ("accumulated", 1)])
 def test_data_parallel_reduces_its_gradient_once(multidevice, layout, fsdp):
   found = multidevice["gradients"][layout]
   assert found["kinds"] == ["all-reduce"]
@@ -163,7 +161,7 @@ def test_the_ledger_books_what_the_programs_send(multidevice):
   of_layout = multidevice["traffic"]
   assert of_layout["8"]["booked"] == of_layout["8"]["bytes"]["transmit"] > 0
   # The reference reduces float32.
-  for layout in ("psum", "psum_8", "psum_of_4"):
+  for layout in ("psum_8", "psum_of_4"):
     traffic = of_layout[layout]
     assert traffic["booked"] == traffic["bytes"]["update"] > 0
     assert traffic["send"] == traffic["inner"] == []
