@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import running
+import tiny_config
 import wreck
 from conftest import first_of
 
@@ -62,9 +63,22 @@ def contents(folder):
 def finished(tmp_path_factory):
   """A run of the tiny config that was never stopped."""
   workdir = tmp_path_factory.mktemp("finished")
-  code, stderr = run(workdir)
-  assert code == 0, stderr
+  train.train(tiny_config.get_config(), workdir)
   return workdir
+
+
+@pytest.fixture
+def go_on(capsys):
+  """A function that starts a run in this process; gives what it says."""
+
+  def start_again(workdir, **fields):
+    c = tiny_config.get_config()
+    c.update_from_flattened_dict(fields)
+    capsys.readouterr()
+    train.train(c, workdir)
+    return capsys.readouterr().err
+
+  return start_again
 
 
 def start(workdir, *args, **more):
@@ -172,21 +186,17 @@ def test_a_second_run_in_the_same_workdir_is_refused(tiny, tmp_path):
     pass  # A dead process keeps no lock.
 
 
-@pytest.mark.integration("starts a process for each run")
-def test_a_finished_run_is_not_trained_again(finished, tmp_path):
+def test_a_finished_run_is_not_trained_again(finished, tmp_path, go_on):
   shutil.copytree(finished, tmp_path / "copy")
   before = (finished / "summary.json").read_text()
-  code, stderr = run(tmp_path / "copy")
-  assert code == 0
+  stderr = go_on(tmp_path / "copy")
   assert "This run finished before, at step 12; nothing was trained." in stderr
   assert "Going on" not in stderr
   assert (tmp_path / "copy" / "summary.json").read_text() == before
   assert losses(tmp_path / "copy") == losses(finished)
   # Cut short between the last checkpoint and the summary, or damaged.
   (tmp_path / "copy" / "summary.json").write_bytes(b"\xff{garbage")
-  code, stderr = run(tmp_path / "copy")
-  assert code == 0
-  assert "at step 12; its result is computed again." in stderr
+  assert "at step 12; its result is computed again." in go_on(tmp_path / "copy")
   after, before = (
     json.loads((w / "summary.json").read_text()) for w in (tmp_path / "copy", finished)
   )
@@ -194,26 +204,21 @@ def test_a_finished_run_is_not_trained_again(finished, tmp_path):
     assert after[field] == before[field]
 
 
-@pytest.mark.integration("starts a process for each run")
-def test_another_config_is_refused_with_the_difference(finished, tmp_path):
+def test_another_config_is_refused_with_the_difference(finished, tmp_path, go_on):
   shutil.copytree(finished, tmp_path / "copy")
-  code, stderr = run(tmp_path / "copy", "--config.outer.learning_rate=0.7")
-  assert code == 2
-  assert "outer.learning_rate: 0.4 -> 0.7" in stderr
-  assert "checkpoint of step 12 made with another config" in stderr
+  with pytest.raises(ConfigError) as error:
+    go_on(tmp_path / "copy", **{"outer.learning_rate": 0.7})
+  assert "outer.learning_rate: 0.4 -> 0.7" in str(error.value)
+  assert "checkpoint of step 12 made with another config" in str(error.value)
 
 
-@pytest.mark.parametrize(
-  "harm", first_of("starts a process for each run", wreck.flip, wreck.cut)
-)
-def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, harm):
+@pytest.mark.parametrize("harm", first_of("whole runs", wreck.flip, wreck.cut))
+def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, go_on, harm):
   workdir = tmp_path / "copy"
   shutil.copytree(finished, workdir)
   arrays = (p for p in (workdir / "checkpoints" / "12").rglob("*") if p.is_file())
   harm(max(arrays, key=lambda p: p.stat().st_size), 0.5)
-  code, stderr = run(workdir)
-  assert code == 0, stderr
-  assert "Traceback" not in stderr
+  stderr = go_on(workdir)
   assert "The checkpoint of step 12 is damaged (" in stderr
   assert "Going on from the checkpoint of step 10" in stderr
   assert losses(workdir) == losses(finished)
@@ -250,15 +255,15 @@ def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, monkeypatch):
   assert_same_end(workdir, finished)
 
 
-@pytest.mark.integration("starts a process for each run")
-@pytest.mark.parametrize("field", ["overlap.transport=host", "outer.offload=True"])
-def test_a_run_resumes_with_its_outer_state_moved(finished, tmp_path, field):
+@pytest.mark.integration("whole runs")
+@pytest.mark.parametrize(
+  "field", [{"overlap.transport": "host"}, {"outer.offload": True}]
+)
+def test_a_run_resumes_with_its_outer_state_moved(finished, tmp_path, go_on, field):
   workdir = tmp_path / "copy"
   shutil.copytree(finished, workdir)
   shutil.rmtree(workdir / "checkpoints" / "12")
-  code, stderr = run(workdir, f"--config.{field}")
-  assert code == 0, stderr
-  assert "Going on from the checkpoint of step 10" in stderr
+  assert "Going on from the checkpoint of step 10" in go_on(workdir, **field)
   assert losses(workdir) == losses(finished)
   assert_same_end(workdir, finished)
 
@@ -280,9 +285,10 @@ def test_divergence_stops_with_step_replica_and_last_checkpoint(tiny, tmp_path, 
 
 
 @pytest.mark.parametrize("algorithm", ["data_parallel", "diloco"])
-def test_the_baselines_run_from_the_same_config(tiny, tmp_path, algorithm):
-  tiny.algorithm, tiny.outer.final_sync = algorithm, True
+def test_the_baselines_run_from_the_same_config(tiny, tmp_path, algorithm, capsys):
+  tiny.algorithm, tiny.outer.final_sync, tiny.log.sample_tokens = algorithm, True, 4
   summary = train.train(tiny, tmp_path)
+  assert "generated " in capsys.readouterr().err
   sends = metrics.read(tmp_path, "send")
   if algorithm == "data_parallel":
     # These gradients are float32; the reference counts 16 bits.
