@@ -128,7 +128,7 @@ def tiny_config() -> ml_collections.ConfigDict:
   c.eval.tokens, c.eval.batch_size = 256, 4
   c.checkpoint.every = 5
   c.wire.block_size = 16
-  c.log.sample_tokens, c.log.tensorboard = 4, False
+  c.log.sample_tokens, c.log.tensorboard = 0, False
   return c
 
 

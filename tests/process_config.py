@@ -9,5 +9,4 @@ def get_config():
   c.sync_every, c.overlap.tau = 3, 2
   c.train.batch_size, c.train.steps = 8, 60
   c.checkpoint.every = 21  # With a payload in flight that was just sent.
-  c.log.sample_tokens = 2
   return c
