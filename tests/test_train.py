@@ -288,7 +288,7 @@ def test_divergence_stops_with_step_replica_and_last_checkpoint(tiny, tmp_path, 
 def test_the_baselines_run_from_the_same_config(tiny, tmp_path, algorithm, capsys):
   tiny.algorithm, tiny.outer.final_sync, tiny.log.sample_tokens = algorithm, True, 4
   summary = train.train(tiny, tmp_path)
-  assert "generated " in capsys.readouterr().err
+  assert "generated " in capsys.readouterr().out
   sends = metrics.read(tmp_path, "send")
   if algorithm == "data_parallel":
     # These gradients are float32; the reference counts 16 bits.
