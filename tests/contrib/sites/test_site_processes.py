@@ -29,7 +29,6 @@ class Run:
       **os.environ,
       "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)]),
       "JAX_PLATFORMS": "cpu",
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     # Of one site: more flags, and its number of devices.
     self.own: dict[int, tuple[str, ...]] = {}
@@ -48,7 +47,8 @@ class Run:
       self.processes[site] = self.run(site, *place, devices=devices)
 
   def run(self, name: int | str, *place: str, devices: int = 1) -> subprocess.Popen:
-    self._env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    self._env["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
     command = [sys.executable, "-m", "diloco.main", *self._flags, *place]
     with (self.folder / f"{name}.log").open("ab") as log:
       pipes = {"stdout": log, "stderr": subprocess.STDOUT}
