@@ -3,11 +3,10 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import conftest
+import running
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -25,18 +24,11 @@ def run(count: int, *command: str | pathlib.Path, optimized: bool = False) -> An
     command: arguments of Python, which finds the tests' modules.
     optimized: compile as in training, not quickly.
   """
-  paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
   flags = f"--xla_force_host_platform_device_count={count}"
   flags += f" {os.environ.get('XLA_FLAGS', '')}"
   if optimized:
     flags = flags.replace(conftest.QUICK_TO_COMPILE, "")
-  found = subprocess.run(
-    [sys.executable, *command],
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags},
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=1800,
-  )
+  env = running.environment(XLA_FLAGS=flags)
+  found = running.python(*command, env=env, timeout=1800)
   assert found.returncode == 0, found.stderr[-3000:]
   return json.loads(found.stdout.splitlines()[-1])

@@ -22,6 +22,7 @@ from diloco.algorithm.placement import Jobs
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import damage
 from diloco.errors import ConfigError
+from diloco.interop import load
 from diloco.log import metrics
 from diloco.log.log import Log, TrainingDiverged
 from diloco.processes.distributed import lock_workdir
@@ -266,6 +267,8 @@ def test_a_run_resumes_with_its_outer_state_moved(finished, tmp_path, go_on, fie
   assert "Going on from the checkpoint of step 10" in go_on(workdir, **field)
   assert losses(workdir) == losses(finished)
   assert_same_end(workdir, finished)
+  models = (load.load(w).params for w in (workdir, finished))
+  jax.tree.map(np.testing.assert_array_equal, *models)
 
 
 def test_divergence_stops_with_step_replica_and_last_checkpoint(tiny, tmp_path, capsys):

@@ -75,19 +75,6 @@ def test_the_outer_parameters_are_those_that_were_evaluated(trained):
   assert_same_bits(model.params, params)
 
 
-@pytest.mark.integration("whole runs, and a process")
-@pytest.mark.parametrize(
-  "fields",
-  [{"overlap.transport": "host"}, {"outer.offload": True}],
-)
-def test_outer_state_of_hosts_is_loaded(fields, tmp_path, capsys):
-  params = train_in(tmp_path, **fields)
-  assert_same_bits(restore.load(tmp_path).params, params)
-  capsys.readouterr()
-  assert generate.main([f"{tmp_path}", "--prompt=The", "--tokens=2"]) == 0
-  assert capsys.readouterr().out.startswith("The")
-
-
 def test_an_earlier_checkpoint_and_an_unfinished_run(trained, tmp_path):
   workdir, params = trained
   early = restore.load(workdir, step=4)

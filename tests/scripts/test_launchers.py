@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+import running
 from threads import free_port
 
 from diloco.log import metrics
@@ -114,15 +115,13 @@ def environment(tmp_path, **tools: str) -> dict[str, str]:
     head = sys.executable if "import" in text else "/bin/bash"
     (folder / name).write_text(f"#!{head}{text}")
     (folder / name).chmod(0o755)
-  return {
-    **os.environ,
-    "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    "STAND_IN_CLOUD": str(hosts),
-    "STAND_IN_PYTHON": sys.executable,
-    "JAX_COORDINATOR_PORT": str(free_port()),
-    "JAX_PLATFORMS": "cpu",
-  }
+  return running.environment(
+    PATH=f"{folder}{os.pathsep}{os.environ['PATH']}",
+    STAND_IN_CLOUD=str(hosts),
+    STAND_IN_PYTHON=sys.executable,
+    JAX_COORDINATOR_PORT=str(free_port()),
+    JAX_PLATFORMS="cpu",
+  )
 
 
 @pytest.fixture

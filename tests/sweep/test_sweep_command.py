@@ -1,15 +1,12 @@
-"""The command: flags, Ctrl-C, kills. Some tests train."""
+"""The command: its flags, what it shows, exports and refuses."""
 
 import csv
 import json
 import math
-import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from fake_runs import (
@@ -30,7 +27,6 @@ from diloco.config import complete
 from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.spec.shapes import matrix_params, num_params
-from diloco.sweep import table
 from diloco.sweep.chart import Chart
 from diloco.sweep.csv_file import export
 from diloco.sweep.grid import Axis, Grid, Sweep, powers
@@ -47,37 +43,6 @@ def test_the_sweep_imports_no_jax():
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.slow("stops runs of a sweep")
-def test_ctrl_c_lets_runs_save(tmp_path):
-  tests = pathlib.Path(__file__).parents[1]
-  text = SWEEP_FILE.format(tests=str(tests))
-  text = text.replace("  return c", "  c.train.steps = 1_000_000\n  return c")
-  (tmp_path / "sweep.py").write_text(text)
-  command = [
-    *(sys.executable, "-m", "diloco.cli.sweep", f"--sweep={tmp_path / 'sweep.py'}"),
-    f"--results={tmp_path}",
-  ]
-  environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
-  driver = subprocess.Popen(
-    command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
-  )
-  while not list(tmp_path.glob("runs/*/metrics.jsonl")):
-    assert driver.poll() is None
-    time.sleep(0.2)
-  os.killpg(driver.pid, signal.SIGINT)  # A terminal signals the whole group.
-  *_, asked, told = driver.communicate()[1].splitlines()
-  assert driver.returncode == 130
-  assert asked == "1 runs save and end; a second Ctrl-C kills them."
-  assert told == (
-    "Ctrl-C: 0 of 1 cells, 0 runs done, 0 running, 0 failed, 1 stopped (1 with a"
-    " checkpoint), 2 waiting; the same command goes on."
-  )
-  (row,) = rows_of(tmp_path)
-  assert (row["status"], row["vanished"]) == ("interrupted", 0)
-  log = (tmp_path / "runs" / row["name"] / "log.txt").read_text()
-  assert "SIGTERM: saved step" in log
-
-
 SWEEP_FILE = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -92,35 +57,6 @@ def config(point):
 def get_sweep():
   return Sweep(config, [Grid("g", [{{}}], (Axis("lr", (0.001, 0.002, 0.004)),))])
 """
-
-
-@pytest.mark.slow("kills runs of a sweep")
-def test_kill_minus_nine_loses_no_finished_result(tmp_path):
-  """Kills the driver when one run is done; a second driver runs only the others."""
-  tests = pathlib.Path(__file__).parents[1]
-  (tmp_path / "sweep.py").write_text(SWEEP_FILE.format(tests=str(tests)))
-  command = [
-    *(sys.executable, "-m", "diloco.cli.sweep", f"--sweep={tmp_path / 'sweep.py'}"),
-    f"--results={tmp_path / 'results'}",
-  ]
-  environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
-  driver = subprocess.Popen(command, env=environment)
-  while not (done := _done(tmp_path / "results")):
-    assert driver.poll() is None
-    time.sleep(0.5)
-  driver.send_signal(signal.SIGKILL)
-  driver.wait()
-  assert subprocess.run(command, env=environment, check=False).returncode == 0
-  after = table.read_rows(tmp_path / "results")
-  assert {row["status"] for row in after.values()} == {"done"}
-  assert len(after) == 3
-  for name, row in done.items():
-    assert after[name] == row
-
-
-def _done(results: pathlib.Path) -> dict:
-  rows = table.read_rows(results)
-  return {name: row for name, row in rows.items() if row["status"] == "done"}
 
 
 def test_two_drivers_do_not_share_results(tmp_path):

@@ -5,12 +5,12 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 
 import jax
 import numpy as np
 import pytest
+import running
 
 from diloco.contrib.sites.group.records import unpack
 from diloco.interop.load import load
@@ -25,11 +25,6 @@ class Run:
   def __init__(self, folder: pathlib.Path, *flags: str):
     self.folder, self.group = folder, folder / "group"
     self._flags = (f"--config={ROOT / 'tests' / 'process_config.py'}", *flags)
-    self._env = {
-      **os.environ,
-      "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)]),
-      "JAX_PLATFORMS": "cpu",
-    }
     # Of one site: more flags, and its number of devices.
     self.own: dict[int, tuple[str, ...]] = {}
     self.devices: dict[int, int] = {}
@@ -48,11 +43,11 @@ class Run:
 
   def run(self, name: int | str, *place: str, devices: int = 1) -> subprocess.Popen:
     flags = f"--xla_force_host_platform_device_count={devices}"
-    self._env["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
-    command = [sys.executable, "-m", "diloco.main", *self._flags, *place]
+    env = running.environment(XLA_FLAGS=f"{flags} {os.environ.get('XLA_FLAGS', '')}")
+    command = ["-m", "diloco.main", *self._flags, *place]
     with (self.folder / f"{name}.log").open("ab") as log:
       pipes = {"stdout": log, "stderr": subprocess.STDOUT}
-      return subprocess.Popen(command, cwd=ROOT, env=self._env, **pipes)
+      return running.start(*command, env=env, **pipes)
 
   def kill(self, site: int) -> None:
     process = self.processes.pop(site)
