@@ -367,7 +367,7 @@ def test_bars_leave_out_what_all_cells_of_a_seed_share():
 def test_bars_have_the_size_of_the_scatter_of_each_cell():
   random = np.random.default_rng(0)
   squares = []
-  for _ in range(300):
+  for _ in range(100):
     shared, own_scatter = random.normal(0, 9, 3), random.normal(0, 1, (4, 3))
     rows = [
       {"x": x, "seed": s, "loss": shared[s] + own_scatter[x, s]}
@@ -379,7 +379,7 @@ def test_bars_have_the_size_of_the_scatter_of_each_cell():
       comparison.paired(Chart("t", "x"), pd.DataFrame(rows)),
     )
     squares.append((drawn["std"] ** 2).mean())
-  assert np.mean(squares) == pytest.approx(1, rel=0.1)
+  assert np.mean(squares) == pytest.approx(1, rel=0.2)
 
 
 def test_a_chart_has_the_accuracies_of_the_runs_that_have_one(tmp_path):
