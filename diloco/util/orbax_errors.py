@@ -59,7 +59,12 @@ def _another_error(record: logging.LogRecord) -> bool:
 
 
 def _left_behind(ignored: Any) -> bool:
-  """Whether Python ignored an exception in a coroutine of a call that failed before."""
-  code = getattr(ignored.object, "cr_code", None)
+  """Whether Python ignored an exception of a call that had failed before.
+
+  It comes from a coroutine, or from `__del__` of an object that an interrupt left half
+  made.
+  """
+  found = ignored.object
+  code = getattr(found, "cr_code", None) or getattr(found, "__code__", None)
   closed = str(ignored.exc_value) == "Event loop is closed"
   return closed or (code is not None and of_orbax(code.co_filename))

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import sys
 import warnings
 
 import pytest
@@ -49,6 +50,32 @@ def test_coroutines_that_nobody_awaited_end_silently():
     scope["write"]()
     gc.collect()
   assert seen == []
+
+
+HALF_MADE = """
+class Manager:
+  def __init__(self):
+    raise KeyboardInterrupt
+
+  def __del__(self):
+    self.thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+  ("path", "told"), [("/lib/orbax/checkpoint/write.py", 0), ("/home/user/own.py", 1)]
+)
+def test_an_object_that_an_interrupt_left_half_made_ends_silently(
+  path, told, monkeypatch
+):
+  scope, seen = {}, []
+  exec(compile(HALF_MADE, path, "exec"), scope)
+  monkeypatch.setattr(sys, "unraisablehook", seen.append)
+  hush.__wrapped__()
+  with pytest.raises(KeyboardInterrupt):
+    scope["Manager"]()
+  gc.collect()
+  assert len(seen) == told
 
 
 def future_of_tensorstore():
