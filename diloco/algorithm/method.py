@@ -252,7 +252,9 @@ def overlapped_exchange(
 
   Args:
     count: int32 [], at most the length of `tokens`.
-    params_M, opt_state_M, tuned: as for `inner_step`.
+    params_M: parameters of all replicas.
+    opt_state_M: states of their inner optimizers.
+    tuned: learning rate and weight decay.
     tokens: int32 [M, B, L] for each step; steps beyond `count` do not run.
     payloads: uint8 [M, fsdp, bytes], sent before the first step.
 
