@@ -15,7 +15,7 @@ _STEP = (
 # {file or folder that called the program: (name of the program, what helps)}
 _PROGRAMS = {
   "algorithm/inner.py": ("the inner step", _STEP),
-  "algorithm/overlap.py": ("the inner step", _STEP),
+  "algorithm/method.py": ("an inner step or the first state", _STEP),
   "log/log.py": ("the inner step", _STEP),  # The log waits for the inner step.
   "algorithm/outer.py": ("the outer step", f"outer.offload=true or {_SHARD}"),
   "algorithm/state.py": (

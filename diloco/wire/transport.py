@@ -6,7 +6,7 @@ all-gather would. XLA for TPU overlaps permutations with other work, but it does
 overlap an all-gather inside one slice.
 For GPUs one all-gather sends everything: NCCL may deadlock if several permutations of
 the same devices run at the same time.
-`diloco.algorithm.overlap` runs inner steps between `start` and `finish`.
+`diloco.algorithm.method` runs inner steps between `start` and `finish`.
 
 `host`: the hosts copy payloads from their devices and exchange them over TCP. `carry`
 blocks, so a thread runs it. This is for slow links.

@@ -63,7 +63,7 @@ def test_a_group_of_fields_is_no_field(value):
 def test_plugins_are_names(value):
   c = make()
   c.plugins = value
-  with pytest.raises(ConfigError, match=r"^plugins is .*; give names, as \("):
+  with pytest.raises(ConfigError, match=r"^plugins is .*; give names or paths, as \("):
     resolve(c)
 
 

@@ -45,8 +45,11 @@ def test_the_papers_runs_open_as_the_page_says(tmp_path, monkeypatch, in_line):
   found = commands(tmp_path)
   [words] = found["train_tokenizer"]
   assert train_tokenizer.main([*words, "--vocab_size=600", "--max_mb=1"]) == 0
-  assert len(found["prepare_data"]) == 2
-  for words in found["prepare_data"]:
+  # The command after these two reads the files that the page downloads.
+  prepared, downloaded = found["prepare_data"][:2], found["prepare_data"][2:]
+  assert [words[0].split(":")[0] for words in prepared] == ["--source=tfds"] * 2
+  assert len(downloaded) == 1
+  for words in prepared:
     assert prepare_data.main(words) == 0
 
   def stop(c, mesh):

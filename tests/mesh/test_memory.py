@@ -26,7 +26,8 @@ def test_a_model_that_does_not_fit_is_named_with_remedies(tiny, tmp_path, monkey
 @pytest.mark.parametrize(
   ("file", "name"),
   [
-    ("algorithm/overlap.py", "the inner step did not fit on cpu"),
+    ("algorithm/method.py", "an inner step or the first state did not fit on cpu"),
+    ("algorithm/inner.py", "the inner step did not fit on cpu"),
     ("algorithm/outer.py", "the outer step did not fit on cpu"),
     ("evaluate/heldout.py", "the evaluation did not fit on cpu"),
     ("elsewhere.py", "a program did not fit on cpu"),

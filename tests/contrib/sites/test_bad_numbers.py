@@ -29,9 +29,9 @@ class Four:
     fields = {"wire.format": "fp32", "sites.least_cosine": -0.05}
     self.calendar = Calendar(changed(calendar.config, fields))
     method = measure.method_on_cpu(self.calendar)
-    with jax.set_mesh(method.mesh):
+    with jax.set_mesh(method.sync.mesh):
       self.state = method.init().outer
-    self.sync, self.mesh = method.sync, method.mesh
+    self.sync, self.mesh = method.sync, method.sync.mesh
     self.measure = measure.measurer(self.calendar)
     self._encode = jax.jit(self._encoded)
     self.said = []

@@ -21,7 +21,7 @@ def files(tmp_path_factory):
   storage = Brisk(folder)
   storage.put("config.json", json.dumps(CALENDAR.config.to_dict()).encode())
   journal, method = Journal(storage), measure.method_on_cpu(CALENDAR)
-  with jax.set_mesh(method.mesh):
+  with jax.set_mesh(method.sync.mesh):
     state = method.init().outer
   for number in range(6):
     if number in (2, 4):

@@ -66,14 +66,14 @@ def payloads(before, after, fields: dict) -> list:
   """The payloads of steps 3 and 6; a checkpoint moves to another layout between."""
   c, method = make_site(before, fields)
   p = len(method.sync.fragments) - 1  # With the embedding.
-  with jax.set_mesh(method.mesh):
+  with jax.set_mesh(method.sync.mesh):
     state, *one = send(method, step(method.init(), 3), 3, p)
     with tempfile.TemporaryDirectory() as folder:
       checkpoints = Checkpoints(pathlib.Path(folder), c, method)
       checkpoints.save(3, state, Record(c.to_dict(), fsdp=before[1]))
       checkpoints.close()
       c, method = make_site(after, fields)
-      with jax.set_mesh(method.mesh):
+      with jax.set_mesh(method.sync.mesh):
         checkpoints = Checkpoints(pathlib.Path(folder), c, method)
         state = checkpoints.restore().arrays
         checkpoints.close()
