@@ -26,6 +26,8 @@ GROUPS = {
   "Trained models": ("evaluate", "generate", "export"),
   "The claims of both papers": ("reproduce",),
 }
+# The commands that people type.
+NAMES = [name for names in GROUPS.values() for name in names]
 
 
 def commands() -> dict[str, str]:
@@ -43,7 +45,7 @@ def commands() -> dict[str, str]:
       name = folders[-1] if stem == "__main__" else stem
       found[name] = ".".join(["diloco", *folders, stem])
   found["train"] = found["main"]
-  return {name: found[name] for names in GROUPS.values() for name in names} | found
+  return {name: found[name] for name in NAMES} | found
 
 
 def document(module: str) -> str:
@@ -87,8 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
   name, found = argv[1], commands()
   if name not in found:
-    known = ", ".join(name for names in GROUPS.values() for name in names)
-    near = f"{name}{meant(name, found)}"
+    near, known = f"{name}{meant(name, found)}", ", ".join(NAMES)
     print(f"error: there is no command {near}; give one of {known}.", file=sys.stderr)
     return 2
   sys.argv = list(argv[1:])

@@ -55,7 +55,7 @@ def commands_page() -> str:
   """Formats what `--help` of each command begins with, its examples as code."""
   parts = ["# Commands", "`python -m diloco NAME --help` has the flags of a command."]
   modules = listing.commands()
-  for name in [name for names in listing.GROUPS.values() for name in names]:
+  for name in listing.NAMES:
     parts.append(f"## {name}")
     for paragraph in listing.document(modules[name]).split("\n\n"):
       is_code = paragraph.lstrip().startswith(("python ", "diloco ", "$ "))

@@ -119,7 +119,7 @@ def _numbers(
 
 def note(c: Config) -> str:
   """Warns of what makes the held-out loss misleading; "" if nothing does."""
-  return " ".join(filter(None, (_few_syncs(c), _in_both(c))))
+  return " ".join(filter(None, (_few_syncs(c) or _momentum(c), _in_both(c))))
 
 
 def _in_both(c: Config) -> str:
@@ -136,9 +136,9 @@ def _in_both(c: Config) -> str:
 
 def _few_syncs(c: Config) -> str:
   """Warns that some fragments are rarely synchronised in this run; "" if none is."""
-  few = min(c.num_syncs(), default=_SYNCS_OF_09)
+  few = min(c.num_syncs(), default=_ENOUGH_SYNCS)
   if few >= _ENOUGH_SYNCS or c.outer.final_sync:
-    return _momentum(c, few)
+    return ""
   return (
     f"some fragments are synchronised only {few} time{'s' * (few > 1)} in"
     f" {c.train.steps} steps, so the outer parameters lag behind the replicas' mean;"
@@ -146,8 +146,9 @@ def _few_syncs(c: Config) -> str:
   )
 
 
-def _momentum(c: Config, syncs: int) -> str:
+def _momentum(c: Config) -> str:
   """Warns of the papers' outer momentum in a short run; "" if it fits."""
+  syncs = min(c.num_syncs(), default=_SYNCS_OF_09)
   found = call_text.parse("outer.optimizer", c.outer.optimizer)[1].get("momentum", 0)
   if found < 0.9 or syncs >= _SYNCS_OF_09:
     return ""

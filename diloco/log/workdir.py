@@ -67,7 +67,7 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
       raise ConfigError(f"{part} has no config.json that can be read.")
     configs.append(shown(saved))
   first, *others = (leaves(c.to_dict()) for c in configs)
-  transport = plugins.NAMES["overlap.transport"][configs[0].overlap.transport]
+  transport = plugins.transport(configs[0].overlap.transport)
   summed = (*_SUMMED, *transport.summed)
   whole = {f: sum((v[f] for v in others), first[f]) for f in summed}
   # Parts may have batches of their own, which some replicas or shards do not divide.

@@ -127,9 +127,14 @@ def assumed(args: Args, work: Workload, more: str = "") -> list[str]:
     speed = f": {args['chips']:,} chips of {peak:g} TFLOP/s at an MFU of {mfu:g}"
   return [
     f"step         {work.step_time:.4g} s of compute{speed}",
-    f"assumed      {work.method}, M = {work.replicas}{more}, latency {work.latency:g}"
-    f" s, {work.link} link; {sum(work.params_per_layer):,.0f} parameters",
+    f"assumed      {work.method}, M = {work.replicas}{more}, {conditions(work)}",
   ]
+
+
+def conditions(work: Workload) -> str:
+  """Names the latency, the kind of link and the number of parameters."""
+  size = f"{sum(work.params_per_layer):,.0f} parameters"
+  return f"latency {work.latency:g} s, {work.link} link; {size}"
 
 
 def fields_of(kind: type, args: Args) -> Args:

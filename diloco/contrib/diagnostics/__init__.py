@@ -36,8 +36,9 @@ class Diagnostics(plugins.Extension):
         f"diagnostics.every is {self.every}, whose metrics have NaN where nothing is"
         " measured, but JAX_DEBUG_NANS is set; unset one of them."
       )
-    run = MeasuredStep(c, self.every, step.run)
-    return dataclasses.replace(step, run=run) if self.every else step
+    if not self.every:
+      return step
+    return dataclasses.replace(step, run=MeasuredStep(c, self.every, step.run))
 
 
 plugins.register("fields", "diagnostics", Diagnostics)

@@ -199,13 +199,15 @@ def plan(args: Args) -> Answer:
   check("sync_time", sync, Range(0))
   if "curve" in args and "target" not in args:
     raise ConfigError("--curve is only for --target; give both, or none of them.")
-  seconds, rows, known = arguments.workload(args).step_time, list[Row](), cells()
+  base, rows, known = arguments.workload(args), list[Row](), cells()
   for one in settings(c, args.get("replicas", ())):
     # The replicas share the batch. --step_time is that of the config's M replicas, so
     # another M has other devices; --chips are those of all replicas, whatever M is.
     faster = one.replicas / c.replicas if "step_time" in args else 1
     given = {k: args[k] for k in ("latency", "link") if k in args}
-    work = arguments.workload({"config": one, "step_time": seconds / faster} | given)
+    work = arguments.workload(
+      {"config": one, "step_time": base.step_time / faster} | given
+    )
     reached = float(steady_utilisation(work, [rate])[0])
     per_step = (
       sum(bits for bits, _ in work.transfers) / 8 / work.whole_plan[0].sync_every
@@ -235,8 +237,8 @@ def plan(args: Args) -> Answer:
   best = recommended(rows)
   if best and "target" in args and best.hours_to_target is None:
     best = None  # No row reaches the target.
-  step, link = arguments.assumed(args, arguments.workload(args))
-  link = f"{args['gbits']:g} Gbit/s, latency {link.partition('latency ')[2]}"
+  step, _ = arguments.assumed(args, base)
+  link = f"{args['gbits']:g} Gbit/s, {arguments.conditions(base)}"
   batch = f"batch of {c.tokens_per_step:,} tokens; ±: 90% interval"
   lines = [step, f"assumed      {link}, {batch}", "", *show(kept, best, args)]
   return {"rows": kept, "recommended": best}, "\n".join(lines)
