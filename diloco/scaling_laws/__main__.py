@@ -180,11 +180,36 @@ def recommend(args: argparse.Namespace) -> dict[str, Any]:
     answer[f"{key}_floor"] = predict.predict(*run, floor=True) if printed else None
     answer[f"{key}_measured"] = predict.measured(*run) if printed else None
   notes = answer.pop("notes")
+  answer["command"] = train_command(args.params, bool(laws), recommended)
   if laws and answer["dp_loss"]:
     notes += laws["data_parallel"].problems
   answer["notes"] = tuple(dict.fromkeys(notes))
   _print(args, show_answer(answer))
   return answer
+
+
+def train_command(params: str, own: bool, r: recommend_lib.Recommendation) -> str:
+  """Writes the command that trains a recommendation.
+
+  Args:
+    params: N as typed.
+    own: the laws are of the user's runs, whose config is not known.
+    r: the recommendation.
+  """
+  fields = {
+    "inner.learning_rate": f"{r.learning_rate:.4g}",
+    "train.batch_size": r.batch_sequences,
+    "train.tokens": r.tokens,
+    "model.seq_len": r.seq_len,
+  }
+  if r.outer_learning_rate:
+    fields["outer.learning_rate"] = f"{r.outer_learning_rate:g}"
+  name = f"chinchilla:{params},algorithm={r.algorithm},M={r.replicas}"
+  if own or r.params < 10e6:
+    name = "CONFIG"
+    fields = {"algorithm": r.algorithm, "replicas": r.replicas} | fields
+  flags = (f"--config.{field}={value}" for field, value in fields.items())
+  return " ".join(["python -m diloco train", f"--config={name}", *flags])
 
 
 def show_answer(answer: dict[str, Any]) -> str:
@@ -200,6 +225,9 @@ def show_answer(answer: dict[str, Any]) -> str:
     del rows["outer learning rate"]
   else:
     rows["data-parallel's loss"] = _loss(answer, "dp_loss")
+  if answer["loss_floor"]:
+    rows["believe"] = "the loss with a floor; beyond 2.4B power laws end 3% too low"
+  rows["command"] = answer["command"]
   lines = [*rows.items(), *(("note", note) for note in answer["notes"])]
   return "\n".join(f"{name:<22}{text}" for name, text in lines)
 

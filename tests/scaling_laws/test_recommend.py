@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.config.command_line import load_config
 from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws import recommend as lib
 from diloco.scaling_laws.__main__ import main
@@ -258,6 +259,10 @@ def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
   for part in ("524,288 tokens = 256 x 2048", "measured 2.220", "measured 2.224"):
     assert part in text
   assert "figure 7" in text
+  *_, config, flags = text.partition("--config=")[2].split(maxsplit=1)
+  c = load_config(config, flags.split())
+  assert (c.algorithm, c.replicas, c.train.batch_size) == ("diloco", 2, 256)
+  assert c.train.steps == 152_587
   flags = "--params=4B", "--overtrain=2", "--algorithm=data_parallel"
   assert main(["recommend", *flags]) == 0
   text = capsys.readouterr().out
