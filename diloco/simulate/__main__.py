@@ -14,6 +14,7 @@ python -m diloco simulate schedule --config=configs/sample.py --out=/tmp/schedul
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import json
 import re
@@ -31,7 +32,7 @@ from diloco.simulate.arguments import (
   assumed,
   workload,
 )
-from diloco.simulate.limits import NO_ROUNDS
+from diloco.simulate.limits import NO_ROUNDS, check
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.util import palette, shipped
 from diloco.util.command import Parser, guarded, make_folder, parse_count
@@ -92,6 +93,14 @@ def table(args: Args) -> Answer:
 def draw(args: Args) -> Answer:
   from diloco.simulate import figures
 
+  if args.keys() & {"config", "step_time", "latency", *arguments.COMPUTE}:
+    check("figure with --config", args["name"], ["s4"])
+    work = workload(args)
+    one = functools.partial(
+      figures.of_config, args["config"], work.step_time, work.latency
+    )
+    paths = palette.save(one, args["out"])
+    return paths, "\n".join([*paths, *assumed(args, work)[:1]])
   folder = make_folder(args["out"], "--out")
   names = [args["name"]] if "name" in args else figures.FIGURES
   paths = [path for name in names for path in figures.draw(name, folder)]
@@ -154,7 +163,11 @@ COMMANDS = {
   "table4": Command("Streaming DiLoCo's Table 4, ours against paper", table),
   "table6": Command("Scaling Laws' Table 6, ours against paper", table),
   "table1": Command("Streaming DiLoCo's Table 1, hours at 1 Gbit/s", table),
-  "figure": Command("draw one figure", draw, "out!"),
+  "figure": Command(
+    "draw one figure; s4 also for a config, into one file",
+    draw,
+    "config chips peak_tflops mfu step_time latency out!",
+  ),
   "figures": Command("draw all figures", draw, "out!"),
   "utilisation": Command("utilisation that a link reaches", link, f"{_METHOD} gbits!"),
   "bandwidth": Command("link that a utilisation needs", link, f"{_METHOD} target"),

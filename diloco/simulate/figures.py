@@ -14,11 +14,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from diloco.simulate import limits
+from diloco.config import Config, changed
+from diloco.simulate import from_config, limits
+from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
 from diloco.spec.fragments import make_fragments
+from diloco.spec.shapes import num_params
 from diloco.util.palette import COLORS, PAGE, legend, looks, panels, save, shades
 
 GREYS = {"forward": "0.8", "backward_activations": "0.6", "backward_parameters": "0.4"}
@@ -159,6 +162,34 @@ def figure_s4() -> Figure:
     "100B, 4.9 s per step": MODEL_100B,
   }
   return curves("Simulated compute utilisation", models, METHODS)
+
+
+def of_config(c: Config, seconds: float, latency: float = 0.0) -> Figure:
+  """Draws figure s4 for the model, M, H and fragments of a config.
+
+  Args:
+    c: the config. Payloads and gradients have 16 bits, or 4 where the label says so.
+    seconds: compute per step.
+    latency: seconds per reduction.
+  """
+  fields: dict[str, Any] = {"overlap.tau": 1, "overlap.taus": ()}
+  fields |= {"inner.gradient_dtype": "bfloat16", "wire.format": "bf16"}
+  as_method = lambda method, **more: from_config.workload(
+    changed(c, fields | {"algorithm": method} | more), seconds, latency
+  )
+  overlapped = as_method("streaming")
+  works = {
+    "data-parallel": as_method("data_parallel"),
+    "DiLoCo": replace(as_method("diloco"), method="diloco", plan=None),
+    "Streaming": replace(overlapped, tau=0),
+    "+ overlap": overlapped,
+    "+ overlap, FP4": as_method("streaming", **{"wire.format": "e3m0"}),
+  }
+  size = f"{num_params(c.model) / 1e9:.3g}B, {seconds:.3g} s per step"
+  name = f"{size}, M = {c.replicas}, H = {c.sync_every}"
+  figure, (axis,) = panels("Simulated compute utilisation", [name])
+  plot_utilisation(axis, GRID, works, steady_utilisation)
+  return legend(figure)
 
 
 def figure_s6() -> Figure:

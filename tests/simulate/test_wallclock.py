@@ -3,10 +3,14 @@
 import dataclasses
 import pathlib
 
+import numpy as np
 import pytest
 
-from diloco.simulate import figures, tables
+from diloco.config import changed
+from diloco.config.command_line import load_config
+from diloco.simulate import figures, from_config, tables
 from diloco.simulate import wallclock as wc
+from diloco.simulate.steady import required_bandwidth
 
 LOW, HIGH = wc.NETWORKS["low"], wc.NETWORKS["high"]
 
@@ -66,3 +70,19 @@ def test_every_figure_draws(tmp_path):
       assert pathlib.Path(path).stat().st_size > 5000
   with pytest.raises(ValueError, match="figure is 's99', but must be one of s2"):
     figures.draw("s99", tmp_path)
+
+
+def test_the_figure_of_a_config_has_its_utilisation():
+  c = load_config("chinchilla:1.3B,M=4")
+  lines = {x.get_label(): x for x in figures.of_config(c, 0.5, 0.1).axes[0].lines}
+  half = {
+    k: float(np.interp(0.5, x.get_ydata(), tables.GRID)) for k, x in lines.items()
+  }
+  assert list(half) == list(figures.METHODS)
+  # A link that is half as busy as the devices: bits of a step over 0.5 s of compute.
+  assert half["data-parallel"] > 10 * half["DiLoCo"]
+  for label, bits in (("+ overlap", 16), ("+ overlap, FP4", 4 + 8 / 128)):
+    work = from_config.workload(changed(c, {"wire.format": "bf16"}), 0.5, 0.1)
+    work = dataclasses.replace(work, bits=bits)
+    needed = required_bandwidth(work, 0.5) / 1e9
+    assert half[label] == pytest.approx(needed, rel=0.2)  # Points of the grid.
