@@ -2,6 +2,7 @@ r"""Plans a run: hours and loss of many settings on a link, and the one to take.
 
 python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06
 python -m diloco plan --config=chinchilla:1.3B,M=2 --gbits=1 --chips=64 --replicas=2,4
+python -m diloco plan --config=chinchilla:1.3B,M=2 --gbits=0.1,1,10 --chips=64
 python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06 --curve=runs/dp \
   --target=4.4
 
@@ -9,13 +10,16 @@ python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06 --curve=runs
 DiLoCo with some M, H, tau and number format. It shows utilisation, bytes that a replica
 sends per token, the final loss above data-parallel with its 90% interval, and the hours
 of the whole run. Only rows are shown that no other row beats in both hours and loss
-(--all shows all). The last line recommends one: with --target the fastest to this loss,
-else the smallest loss among those that reach a utilisation of 0.95.
+(--all shows all). The last line recommends one, and the rule by which it does: with
+--target the fastest to this loss, else the smallest loss among those that reach a
+utilisation of 0.95. With several --gbits, the rows are those that are recommended.
+--out draws hours and loss of all settings at each rate, and marks the shown rows.
 
 Time comes from the simulator (`steady.py`). The loss comes from measurements: those of
 `plan.csv` for N, M and H, interpolated over their logarithms, and `LATE` for tau. E3M0
-and float32 count as equal (+0.1 ± 0.3% in docs/claims.csv). The note of a row says
-what was not measured. A size whose runs all have another M is left out. Above the
+and float32 count as equal (+0.1 ± 0.3% in docs/claims.csv). The end of a row says
+from which sizes, and what was not measured. A size whose runs all have another M is
+left out. A loss is 0 ± x if zero lies inside its interval. Above the
 largest measured M or H the line through the last two goes on; beyond the other ends the
 nearest value counts.
 
@@ -28,12 +32,13 @@ data-parallel is assumed to be x% above it at all steps.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -41,11 +46,17 @@ from diloco.config import Config, changed, resolve
 from diloco.config.comparable import basis, differing, model_fields
 from diloco.errors import ConfigError
 from diloco.simulate import arguments
-from diloco.simulate.arguments import Answer, Args, Command, Option, whole
+from diloco.simulate.arguments import Answer, Args, Command, Option, number, whole
 from diloco.simulate.limits import check
 from diloco.simulate.steady import steady_utilisation
+from diloco.simulate.utilisation import Workload
 from diloco.spec.fields import Range
 from diloco.spec.shapes import matrix_params
+from diloco.util import palette
+from diloco.util.command import as_path
+
+if TYPE_CHECKING:  # Matplotlib is slow to import.
+  from matplotlib.figure import Figure
 
 H = (5, 10, 30, 100, 300)
 TAU = (1, 5, 10)
@@ -82,8 +93,9 @@ class Cell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A setting; percent and half as in `Cell`."""
+  """A setting on a link; percent and half as in `Cell`."""
 
+  gbits: float
   method: str
   replicas: int
   sync_every: int
@@ -94,7 +106,7 @@ class Row:
   percent: float
   half: float
   hours: float
-  note: str
+  source: str
   hours_to_target: float | None = None
 
 
@@ -115,7 +127,7 @@ def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
     measured: the cells, such as those of plan.csv.
 
   Returns:
-    Per cent, half of the 90% interval, and what of this was not measured.
+    Per cent, half of the 90% interval, and where this was measured and where not.
   """
   n, tau = float(matrix_params(c.model)), max(c.overlap.taus)
   mine = [x for x in measured if x.algorithm == c.algorithm]
@@ -134,7 +146,14 @@ def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
     half = math.hypot(half, float(np.interp(tau, taus, wide)))
     outside += [f"alpha = {c.overlap.alpha:g}"] * (known is None)
     outside += [f"tau = {tau}"] * (tau > taus[-1])
-  return percent, half, ", ".join(dict.fromkeys(outside))
+  known_sizes = sorted({x.params for x in mine})
+  low = max((v for v in known_sizes if v <= n), default=known_sizes[0])
+  high = min((v for v in known_sizes if v >= n), default=known_sizes[-1])
+  say = lambda v: f"{v / 1e9:g}B" if v >= 1e9 else f"{v / 1e6:.3g}M"
+  source = ", ".join(map(say, sorted({low, high})))
+  source = f"from {source}, {'one run' if low >= SMALL else 'three seeds'}"
+  missing = ", ".join(dict.fromkeys(outside))
+  return percent, half, f"{source}; not measured: {missing}" if missing else source
 
 
 _LETTERS = {"params": "N", "replicas": "M", "sync_every": "H"}
@@ -192,14 +211,43 @@ def settings(c: Config, replicas: Sequence[int]) -> Iterator[Config]:
 
 
 def plan(args: Args) -> Answer:
-  """Computes the rows; the recommended one is the last line of the text."""
+  """Computes the rows; the last line of the text recommends one."""
   if "config" not in args:
     raise ConfigError("--config is missing; plan needs one, such as --config=sample.")
-  c, rate, sync = args["config"], 1e9 * args["gbits"], args.get("sync_time", 0.0)
-  check("sync_time", sync, Range(0))
   if "curve" in args and "target" not in args:
     raise ConfigError("--curve is only for --target; give both, or none of them.")
-  base, rows, known = arguments.workload(args), list[Row](), cells()
+  base = arguments.workload(args)
+  rows = every_row(args, base)
+  if "target" in args:
+    check("target", args["target"], Range(0, open=True))
+    curve = held_out(args)
+    rows = [timed(row, curve, args["target"]) for row in rows]
+  by_rate = {rate: [r for r in rows if r.gbits == rate] for rate in args["gbits"]}
+  best = {rate: recommended(some, "target" in args) for rate, some in by_rate.items()}
+  good = {rate: efficient(some) for rate, some in by_rate.items()}
+  step, _ = arguments.assumed(args, base)
+  batch = f"batch of {args['config'].tokens_per_step:,} tokens; ±: 90% interval"
+  link = f"{', '.join(f'{rate:g}' for rate in by_rate)} Gbit/s"
+  lines = [step, f"assumed      {link}, {arguments.conditions(base)}, {batch}", ""]
+  if len(by_rate) == 1:
+    (rate,) = by_rate
+    shown = by_rate[rate] if "all" in args else good[rate]
+    lines += [*table(shown, args), *advice(good[rate], best[rate], args)]
+  else:
+    shown = rows if "all" in args else [row for row in best.values() if row]
+    lines += [*table(shown, args), f"rule         {rule(args)}"]
+    lines += [f"{g:g} Gbit/s: {nothing(args)}" for g, row in best.items() if not row]
+  if "out" in args:
+    draw = functools.partial(picture, by_rate, good, best)
+    lines += palette.save(draw, args["out"])
+  return {"rows": shown, "recommended": list(best.values())}, "\n".join(lines)
+
+
+def every_row(args: Args, base: Workload) -> list[Row]:
+  """Computes a row for each setting and each rate of the link."""
+  c, sync, known = args["config"], args.get("sync_time", 0.0), cells()
+  check("sync_time", sync, Range(0))
+  rows = list[Row]()
   for one in settings(c, args.get("replicas", ())):
     # The replicas share the batch. --step_time is that of the config's M replicas, so
     # another M has other devices; --chips are those of all replicas, whatever M is.
@@ -208,40 +256,30 @@ def plan(args: Args) -> Answer:
     work = arguments.workload(
       {"config": one, "step_time": base.step_time / faster} | given
     )
-    reached = float(steady_utilisation(work, [rate])[0])
     per_step = (
       sum(bits for bits, _ in work.transfers) / 8 / work.whole_plan[0].sync_every
     )
     is_plain = one.algorithm == "data_parallel"
-    percent, half, note = (0.0, 0.0, "") if is_plain else loss_above(one, known)
-    rows.append(
+    percent, half, source = (0.0, 0.0, "") if is_plain else loss_above(one, known)
+    reached = steady_utilisation(work, [1e9 * rate for rate in args["gbits"]])
+    rows += [
       Row(
+        rate,
         one.algorithm,
         one.replicas,
         one.sync_every if not is_plain else 1,
         max(one.overlap.taus),
         one.wire.format if not is_plain else one.inner.gradient_dtype,
-        reached,
+        float(share),
         per_step / one.tokens_per_step,
         percent,
         half,
-        run_seconds(one, work.step_time / reached, sync) / 3600,
-        f"not measured: {note}" if note else "",
+        run_seconds(one, work.step_time / float(share), sync) / 3600,
+        source,
       )
-    )
-  if "target" in args:
-    check("target", args["target"], Range(0, open=True))
-    curve = held_out(args)
-    rows = [timed(row, curve, args["target"]) for row in rows]
-  kept = rows if "all" in args else efficient(rows)
-  best = recommended(rows)
-  if best and "target" in args and best.hours_to_target is None:
-    best = None  # No row reaches the target.
-  step, _ = arguments.assumed(args, base)
-  link = f"{args['gbits']:g} Gbit/s, {arguments.conditions(base)}"
-  batch = f"batch of {c.tokens_per_step:,} tokens; ±: 90% interval"
-  lines = [step, f"assumed      {link}, {batch}", "", *show(kept, best, args)]
-  return {"rows": kept, "recommended": best}, "\n".join(lines)
+      for rate, share in zip(args["gbits"], reached)
+    ]
+  return rows
 
 
 def run_seconds(c: Config, step: float, sync: float) -> float:
@@ -265,14 +303,13 @@ def efficient(rows: Sequence[Row]) -> list[Row]:
   return kept
 
 
-def recommended(rows: Sequence[Row]) -> Row | None:
-  """Returns the fastest row to the target, if there is one, else see the top."""
-  timed = [row for row in rows if row.hours_to_target is not None]
-  if timed:
-    return min(timed, key=lambda r: (r.hours_to_target, r.percent))
+def recommended(rows: Sequence[Row], to_target: bool) -> Row | None:
+  """Returns the row that `rule` chooses, or None if there is none."""
+  if to_target:
+    timed = [row for row in rows if row.hours_to_target is not None]
+    return min(timed, key=lambda r: (r.hours_to_target, r.percent), default=None)
   fast = [row for row in rows if row.utilisation >= ENOUGH]
-  least = lambda r: (r.percent, r.bytes_per_token)
-  return min(fast, key=least, default=None)
+  return min(fast, key=lambda r: (r.percent, r.bytes_per_token), default=None)
 
 
 def held_out(args: Args) -> list[tuple[float, float]]:
@@ -315,27 +352,33 @@ def timed(row: Row, curve: Sequence[tuple[float, float]], target: float) -> Row:
   return row
 
 
-def show(rows: Sequence[Row], best: Row | None, args: Args) -> list[str]:
-  """Formats the rows, and recommends one; before it stands what less loss costs."""
-  head = f"{'method':<14}{'M':>3}{'H':>5}{'tau':>5} {'format':<9}{'busy':>7}"
+def table(rows: Sequence[Row], args: Args) -> list[str]:
+  """Formats the rows."""
+  has_rates, has_target = len(args["gbits"]) > 1, "target" in args
+  head = f"{'Gbit/s':<9}" if has_rates else ""
+  head += f"{'method':<14}{'M':>3}{'H':>5}{'tau':>5} {'format':<9}{'busy':>7}"
   head += f"{'bytes/token':>13}{'loss, %':>16}{'hours':>10}"
-  has_target = "target" in args
   lines = [head + (f"{'to target':>11}" if has_target else "")]
   for r in rows:
-    above = "0" if r.method == "data_parallel" else f"{r.percent:+.2f} ± {r.half:.2f}"
-    line = f"{r.method:<14}{r.replicas:>3}{r.sync_every:>5}{r.tau:>5} {r.format:<9}"
+    above = f"{r.percent:+.2f} ± {r.half:.2f}"
+    if abs(r.percent) <= r.half:  # Zero lies inside: the sign is not known.
+      above = f"0 ± {abs(r.percent) + r.half:.2f}" if r.half else "0"
+    line = f"{r.gbits:<9g}" if has_rates else ""
+    line += f"{r.method:<14}{r.replicas:>3}{r.sync_every:>5}{r.tau:>5} {r.format:<9}"
     line += f"{r.utilisation:>7.1%}{r.bytes_per_token:>13,.4g}{above:>16}"
     line += f"{r.hours:>10.4g}"
     if has_target:
       hours = "never" if r.hours_to_target is None else f"{r.hours_to_target:.4g}"
       line += f"{hours:>11}"
-    lines.append(f"{line}  {r.note}".rstrip())
+    lines.append(f"{line}  {r.source}".rstrip())
+  return lines
+
+
+def advice(rows: Sequence[Row], best: Row | None, args: Args) -> list[str]:
+  """Says what less loss than the recommended row's costs, the rule, and the flags."""
   if best is None:
-    why = f"no setting keeps the replicas busy for {ENOUGH:.0%} of the time"
-    why += "; raise --gbits, or H"
-    if has_target:
-      why = f"no setting reaches {args['target']:g}; raise --target"
-    return [*lines, f"recommended  none: {why}."]
+    return [f"recommended  none: {nothing(args)}."]
+  lines = [f"rule         {rule(args)}"]
   slower = (r for r in rows if r.hours > best.hours and r.percent < best.percent)
   if after := next(slower, None):
     points = best.percent - after.percent
@@ -348,9 +391,55 @@ def show(rows: Sequence[Row], best: Row | None, args: Args) -> list[str]:
   return [*lines, f"recommended  {flags}"]
 
 
-def several(text: str) -> list[int]:
-  """Parses whole numbers with commas between them."""
-  return [whole(part) for part in text.split(",")]
+def rule(args: Args) -> str:
+  """Says how `recommended` chooses."""
+  if "target" in args:
+    return f"the fewest hours to a loss of {args['target']:g}"
+  return f"the smallest loss of all settings that are busy for {ENOUGH:.0%} of the time"
+
+
+def nothing(args: Args) -> str:
+  """Says why no row is recommended."""
+  if "target" in args:
+    return f"no setting reaches {args['target']:g}; raise --target"
+  why = f"no setting keeps the replicas busy for {ENOUGH:.0%} of the time"
+  return f"{why}; raise --gbits, or H"
+
+
+Rows = Mapping[float, Sequence[Row]]  # The rows of each rate.
+
+
+def picture(every: Rows, good: Rows, best: Mapping[float, Row | None]) -> "Figure":
+  """Draws loss against hours, a panel for each rate and a colour for each H."""
+  names = [f"{rate:g} Gbit/s" for rate in every]
+  figure, axes = palette.panels("Settings of a run", names, 3.4, sharey=True)
+  rounds = sorted({row.sync_every for rows in every.values() for row in rows})
+  colors = dict(
+    zip(rounds[1:], palette.shades(palette.COLORS["streaming"], len(rounds) - 1))
+  )
+  for axis, rate in zip(axes, every):
+    for h in rounds:  # Data-parallel has H = 1.
+      rows = [row for row in every[rate] if row.sync_every == h]
+      color = colors.get(h, palette.COLORS["data_parallel"])
+      label = f"streaming, H = {h}" if h in colors else "data-parallel"
+      axis.plot(*_points(rows), "o", ms=4, label=label, color=color)
+    axis.plot(*_points(good[rate]), color="0.4", label="frontier", zorder=0)
+    if row := best[rate]:
+      axis.plot(*_points([row]), "ko", mfc="none", ms=9, label="recommended")
+      at, name = (row.hours, row.percent), f"  M = {row.replicas}, tau = {row.tau}"
+      axis.annotate(name, at, (6, 6), textcoords="offset points")
+    axis.set(xscale="log", xlabel="hours", ylabel="loss, % above data-parallel")
+    axis.label_outer()
+  return palette.legend(figure)
+
+
+def _points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+  return [row.hours for row in rows], [row.percent for row in rows]
+
+
+def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+  """Parses values with commas between them, each once."""
+  return lambda text: list(dict.fromkeys(kind(part) for part in text.split(",")))
 
 
 COMMAND = Command(
@@ -359,10 +448,12 @@ COMMAND = Command(
   "config chips peak_tflops mfu step_time link gbits! latency",
   {
     "sync_time": Option("seconds that the syncs of a round compute; default 0"),
-    "replicas": Option("such as 2,4; default the config's", several),
+    "gbits": Option("rates of the link in Gbit/s, such as 1,10", several(number)),
+    "replicas": Option("such as 2,4; default the config's", several(whole)),
     "curve": Option("folder of a data-parallel run, for --target", pathlib.Path),
     "target": Option("held-out loss to reach, nats per token"),
     "all": Option("show all rows", bool),
+    "out": Option("picture of hours and loss, such as plan.png", as_path),
   },
 )
 

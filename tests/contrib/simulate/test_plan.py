@@ -29,7 +29,7 @@ def sample():
 
 
 def row(hours, percent, **fields):
-  usual = Row("streaming", 2, 30, 1, "e3m0", 1.0, 8.0, percent, 0.1, hours, "")
+  usual = Row(1.0, "streaming", 2, 30, 1, "e3m0", 1.0, 8.0, percent, 0.1, hours, "")
   return dataclasses.replace(usual, **fields)
 
 
@@ -85,19 +85,19 @@ CELLS = [
 @pytest.mark.parametrize(
   ("fields", "percent", "half", "note"),
   [
-    ({}, 1.0, 0.1, ""),
-    ({"sync_every": 100}, 3.0, 0.3, ""),
-    ({"sync_every": 30}, 1 + 2 * 0.4771, 0.1 + 0.2 * 0.4771, ""),  # log10(3)
-    ({"sync_every": 5}, 1.0, 0.1, "H = 5"),
-    ({"n": 2e6}, 0.5, 0.1, ""),
-    ({"n": 5e5}, 1.0, 0.1, "N = 5e+05"),
-    ({"replicas": 4}, 5.0, 1.05, ""),
-    ({"replicas": 8}, 9.0, 2.0, ""),
+    ({}, 1.0, 0.1, "1M"),
+    ({"sync_every": 100}, 3.0, 0.3, "1M"),
+    ({"sync_every": 30}, 1 + 2 * 0.4771, 0.1 + 0.2 * 0.4771, "1M"),  # log10(3)
+    ({"sync_every": 5}, 1.0, 0.1, "1M; H = 5"),
+    ({"n": 2e6}, 0.5, 0.1, "1M, 4M"),
+    ({"n": 5e5}, 1.0, 0.1, "1M; N = 5e+05"),
+    ({"replicas": 4}, 5.0, 1.05, "1M"),
+    ({"replicas": 8}, 9.0, 2.0, "1M"),
     # At 4e6 only M = 2 ran.
-    ({"n": 2e6, "replicas": 8}, 9.0, 2.0, "N = 2e+06"),
-    ({"replicas": 16}, 13.0, 2.0, "M = 16"),
-    ({"sync_every": 1000}, 5.0, 0.3, "H = 1e+03"),
-    ({"overlap.tau": 5, "overlap.taus": ()}, 1.21, (0.1**2 + 0.22**2) ** 0.5, ""),
+    ({"n": 2e6, "replicas": 8}, 9.0, 2.0, "1M; N = 2e+06"),
+    ({"replicas": 16}, 13.0, 2.0, "1M; M = 16"),
+    ({"sync_every": 1000}, 5.0, 0.3, "1M; H = 1e+03"),
+    ({"overlap.tau": 5, "overlap.taus": ()}, 1.21, (0.1**2 + 0.22**2) ** 0.5, "1M"),
   ],
 )
 def test_the_loss_beyond_measurements(sample, monkeypatch, fields, percent, half, note):
@@ -108,7 +108,9 @@ def test_the_loss_beyond_measurements(sample, monkeypatch, fields, percent, half
     fields |= {"train.batch_size": 16, "overlap.taus": ()}
   found = plan.loss_above(changed(sample, fields), CELLS)
   assert found[:2] == pytest.approx((percent, half), abs=2e-3)
-  assert found[2] == note
+  sizes, _, missing = note.partition("; ")
+  missing = f"; not measured: {missing}" if missing else ""
+  assert found[2] == f"from {sizes}, three seeds{missing}"
 
 
 def test_efficient_rows_are_those_that_no_row_beats():
@@ -123,8 +125,8 @@ def test_efficient_rows_are_those_that_no_row_beats():
 
 def test_the_smallest_loss_of_the_busy_rows_is_recommended():
   slow, fast, worse = row(9, 0.1, utilisation=0.5), row(1, 0.9), row(0.9, 2.0)
-  assert plan.recommended([slow, fast, worse]) == fast
-  assert plan.recommended([slow]) is None
+  assert plan.recommended([slow, fast, worse], to_target=False) == fast
+  assert plan.recommended([slow], to_target=False) is None
 
 
 def test_the_fastest_row_to_the_target_is_recommended():
@@ -136,7 +138,7 @@ def test_the_fastest_row_to_the_target_is_recommended():
   wanted = 3.5 / 1.05  # Without what the loss is above, the curve must fall to this.
   share = 0.5 + 0.5 * (4.0 - wanted)
   assert hours == [pytest.approx(7.5), pytest.approx(6 * share), None, pytest.approx(6)]
-  assert plan.recommended(timed) == timed[1]
+  assert plan.recommended(timed, to_target=True) == timed[1]
 
 
 def test_the_curve_is_that_of_the_configs_model_and_tokens(tmp_path, sample):
@@ -202,13 +204,42 @@ def test_more_replicas_share_the_batch_and_all_chips(capsys):
 
 
 def test_the_recommended_flags_can_be_typed(capsys, sample):
-  step, assumed, *_, after, last = run(capsys, *SAMPLE, "--gbits=0.02").splitlines()
+  step, assumed, *_, rule, after, last = run(
+    capsys, *SAMPLE, "--gbits=0.02"
+  ).splitlines()
   assert step.split()[:2] == ["step", "0.06"]
   assert "0.02 Gbit/s, latency 0 s, ideal link; 1,066,624 parameters, batch" in assumed
+  assert "smallest loss of all settings that are busy for 95%" in rule
   assert re.fullmatch(r"next row +\S+ h more for \S+ points less loss", after)
   _, *flags = last.split()
   c = load_config(str(ROOT / "configs" / "sample.py"), flags)
   assert c.sync_every in plan.H
+
+
+def test_a_loss_whose_sign_is_not_known_has_none():
+  rows = [row(1, -0.2, half=0.3), row(1, -0.4, half=0.3), row(1, 0.0, half=0.0)]
+  _, *lines = plan.table(rows, {"gbits": [1]})
+  assert [re.search(r"8 +(.+?) +1", line)[1] for line in lines] == [
+    "0 ± 0.50",
+    "-0.40 ± 0.30",
+    "0",
+  ]
+
+
+def test_several_rates_have_a_row_each_and_a_picture(capsys, sample, tmp_path):
+  out = tmp_path / "plan.png"
+  rates = [1e-9, 0.02, 1.0]
+  args = (*SAMPLE, "--json", f"--gbits={','.join(map(str, rates))}", f"--out={out}")
+  found = json.loads(run(capsys, *args))
+  none, slow, fast = found["recommended"]
+  assert none is None
+  assert found["rows"] == [slow, fast]
+  for rate, best in zip(rates[1:], (slow, fast)):
+    one = json.loads(run(capsys, *SAMPLE, "--json", f"--gbits={rate}"))
+    assert one["recommended"] == [best]
+  assert out.stat().st_size > 5000
+  text = run(capsys, *args[:1], SAMPLE[1], args[3])
+  assert "1e-09 Gbit/s: no setting keeps the replicas busy" in text
 
 
 def test_rounds_are_no_longer_than_the_run(sample):
