@@ -373,11 +373,26 @@ def library(devices: int, fsdp: int, kind: str) -> list[list[float]]:
     wire="fp32",
     mesh=mesh,
   )
-  state = method.init(params_M)
+  state, count = method.init(params_M), np.int32(0)
+  move = lambda params_M, count, moves: (
+    jax.tree.map(jnp.subtract, params_M, moves),
+    count + 1,
+    jax.tree.map(jnp.sum, moves),
+  )
+  train_step = method.overlapped(move)
   for t in range(1, 12):
-    moves = np.random.default_rng(t)
-    move = lambda x, moves=moves: x - moves.integers(-8, 9, x.shape).astype(x.dtype)
-    params_M, state, _ = method.step(t, jax.tree.map(move, params_M), state)
+    sent, draw = state.in_flight.keys(), np.random.default_rng(t).integers
+    of_leaf = lambda x, draw=draw: np.float32(draw(-8, 9, x.shape))
+    moves = jax.tree.map(of_leaf, params_M)
+    if kind == "stacked":
+      params_M, count, sums, state = train_step(t, params_M, count, state, moves)
+      assert sums["z"] == moves["z"].sum()
+      hidden = {p for p in sent if state.in_flight[p].arrived}
+      assert hidden == ({*sent} if devices > 1 else set())  # No exchange on one device.
+    else:
+      params_M = jax.tree.map(jnp.subtract, params_M, moves)
+    params_M, state, _ = method.step(t, params_M, state)
+  assert count == (11 if kind == "stacked" else 0)
   params_M, state, _ = method.drain(11, params_M, state)
   leaves = jax.tree.leaves((params_M, method.params(state)))
   return [np.asarray(x).ravel().tolist() for x in leaves]

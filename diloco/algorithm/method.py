@@ -262,9 +262,6 @@ def overlapped_exchange(
     Parameters, optimizer state, metrics of each step (zeros beyond `count`) and
     everyone's payloads.
   """
-  with jax.named_scope("exchange_start"):
-    received = transport.start(mesh, payloads)
-
   tokens_K = jnp.stack(tokens)
   args = (params_M, opt_state_M, tokens[0], tuned)
   shapes = jax.eval_shape(functools.partial(inner_step, c=c), *args)[2]
@@ -281,14 +278,8 @@ def overlapped_exchange(
     put = lambda x_K, x: x_K.at[k].set(x)
     return params_M, opt_state_M, jax.tree.map(put, metrics_K, metrics)
 
-  # `count` is an argument, not a constant. If XLA knew that it is 1, XLA would unroll
-  # the loop and begin the exchange only after the layers of that step.
   carry = (params_M, opt_state_M, jax.tree.map(zeros, shapes))
-  with jax.named_scope("inner_steps"):
-    carry = jax.lax.fori_loop(0, count, step, carry)
-  # Barrier: without it XLA may wait for the exchange before it runs the steps.
-  carry, received = jax.lax.optimization_barrier((carry, received))
-  with jax.named_scope("exchange_finish"):
-    arrived = transport.finish(mesh, payloads, received)
+  steps = lambda: jax.lax.fori_loop(0, count, step, carry)
+  carry, arrived = transport.behind(mesh, payloads, steps)
   params_M, opt_state_M, metrics_K = carry
   return params_M, opt_state_M, [at(metrics_K, k) for k in range(len(tokens))], arrived

@@ -15,7 +15,8 @@ throughout the package.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jax.tree_util import KeyPath
 
 from diloco.algorithm import streaming as algorithm
 from diloco.algorithm.optimizers import Outer
-from diloco.algorithm.state import Event, OuterState
+from diloco.algorithm.state import Event, InFlight, OuterState
 from diloco.config.resolve import check_some
 from diloco.errors import ConfigError
 from diloco.library import arguments
@@ -37,7 +38,10 @@ from diloco.spec.fields import OuterConfig, WireConfig
 from diloco.spec.fragments import Fragment
 from diloco.spec.schedule import Schedule
 from diloco.util.types import PyTree
+from diloco.wire.transport import behind
 
+TrainStep = Callable[..., tuple[PyTree, PyTree, PyTree]]
+OverlappedStep = Callable[..., tuple[PyTree, PyTree, PyTree, OuterState]]
 _PAPER = OuterConfig()  # SGD with Nesterov momentum 0.9 and rate 0.4.
 
 
@@ -94,6 +98,49 @@ class Streaming:
     parts_M, state, events = self.sync.step(t, parts_M, state)
     state = dataclasses.replace(state, steps=_steps(t, drained))
     return self.layout.join(parts_M), state, events
+
+  def overlapped(self, train_step: TrainStep) -> OverlappedStep:
+    """Joins your inner step and the exchange after a send in one program.
+
+      train_step = method.overlapped(train_step)
+      for t in range(1, T + 1):
+        params_M, opt_state_M, aux, state = train_step(
+          t, params_M, opt_state_M, state, batch_M
+        )
+        params_M, state, events = method.step(t, params_M, state)
+
+    The first inner step after a send then hides the exchange, on TPUs and GPUs
+    (docs/aot.md); others are your step alone. With tau = 0, with transport="host" and
+    where one device holds all replicas, all are.
+
+    Args:
+      train_step: takes params_M, opt_state_M and more arguments, and returns params_M,
+        opt_state_M and metrics, all of them trees of arrays. It is jitted here.
+
+    Returns:
+      The step; it donates params_M and opt_state_M, and raises a ConfigError if the
+      state is not that after step t - 1.
+    """
+    alone = jax.jit(train_step, donate_argnums=(0, 1))
+
+    def step(
+      t: int, params_M: PyTree, opt_state_M: PyTree, state: OuterState, *more: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree, OuterState]:
+      t = self._check("t", t, 1, state)
+      hides = self.sync.transport.overlaps and self.sync.schedule.overlap_steps(t - 1)
+      sent = self.sync.schedule.sends(t - 1) if hides else ()
+      if not sent:
+        return *alone(params_M, opt_state_M, *more), state
+      payloads = [state.in_flight[p].payload for p in sent]
+      kind = {"train_step": train_step, "mesh": self.sync.mesh}
+      done, arrived = overlapped_step(
+        np.int32(1), params_M, opt_state_M, more, payloads, **kind
+      )
+      received = {p: InFlight(x, arrived=True) for p, x in zip(sent, arrived)}
+      in_flight = {**state.in_flight, **received}
+      return *done, dataclasses.replace(state, in_flight=in_flight)
+
+    return step
 
   @plain_modes()
   def drain(
@@ -204,8 +251,8 @@ def streaming(
       the path of a leaf, such as "params/Dense_0/kernel", to the number of its
       fragment. None: one fragment of all leaves, as in DiLoCo.
     tau: inner steps between a send and its merge, of all replicas or of each. They
-      hide the exchange if transport is "host". With "device" they hide nothing: a
-      device runs your step and the exchange one after the other.
+      hide the exchange if transport is "host". With "device" only `overlapped` hides
+      it: a device runs two programs one after the other.
     alpha: weight of a replica's own parameters in a merge.
     wire: a number format (fp32, bf16, e3m0, any eXmY), or a WireConfig with compressor,
       block size and rounding, whose format is e3m0 unless it says another.
@@ -243,6 +290,39 @@ def streaming(
     )
     sync.transport.connect()
   return Streaming(sync, layout)
+
+
+@functools.partial(
+  jax.jit, static_argnames=("train_step", "mesh"), donate_argnums=(1, 2)
+)
+def overlapped_step(
+  count: jax.Array,
+  params_M: PyTree,
+  opt_state_M: PyTree,
+  more: tuple[PyTree, ...],
+  payloads: list[jax.Array],
+  *,
+  train_step: TrainStep,
+  mesh: Mesh,
+) -> tuple[tuple[PyTree, PyTree, PyTree], list[jax.Array]]:
+  """Runs one inner step while the payloads are exchanged.
+
+  Args:
+    count: int32 [], 1: see `transport.behind`.
+    params_M: parameters of all replicas; donated.
+    opt_state_M: what else the step changes; donated.
+    more: the step's other arguments.
+    payloads: uint8 [M, fsdp, bytes], sent before the step.
+
+  Returns:
+    What the step returns, and everyone's payloads.
+  """
+  shapes = jax.eval_shape(train_step, params_M, opt_state_M, *more)[2]
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  once = lambda _, carry: train_step(carry[0], carry[1], *more)
+  carry = (params_M, opt_state_M, zeros)
+  steps = lambda: jax.lax.fori_loop(0, count, once, carry)
+  return behind(mesh, payloads, steps)
 
 
 def replicate(params: PyTree, replicas: int, mesh: Mesh | None = None) -> PyTree:

@@ -6,7 +6,7 @@ all-gather would. XLA for TPU overlaps permutations with other work, but it does
 overlap an all-gather inside one slice.
 For GPUs one all-gather sends everything: NCCL may deadlock if several permutations of
 the same devices run at the same time.
-`diloco.algorithm.method` runs inner steps between `start` and `finish`.
+`behind` runs inner steps between `start` and `finish`.
 
 `host`: the hosts copy payloads from their devices and exchange them over TCP. `carry`
 blocks, so a thread runs it. This is for slow links.
@@ -15,6 +15,7 @@ A payload is uint8 [M, fsdp, bytes], see `diloco.wire.exchange`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -28,6 +29,7 @@ from diloco.errors import ConfigError, TryAgain
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import plugins
+from diloco.util.types import PyTree
 from diloco.wire import exchange
 
 # XLA for GPU runs one collective at a time on each stream. On the stream that fsdp's
@@ -95,6 +97,31 @@ class DeviceTransport:
 def transmit(payload: jax.Array, *, mesh: Mesh) -> jax.Array:
   """Exchanges a payload in a separate program; no inner step overlaps it."""
   return finish(mesh, [payload], start(mesh, [payload]))[0]
+
+
+def behind(
+  mesh: Mesh, payloads: list[jax.Array], steps: Callable[[], PyTree]
+) -> tuple[PyTree, list[jax.Array]]:
+  """Runs inner steps while payloads are exchanged; to be called inside jit.
+
+  Args:
+    mesh: the device mesh.
+    payloads: uint8 [M, fsdp, bytes], sent before the first step.
+    steps: runs a loop whose number of steps is an argument of the program. If XLA knew
+      that it is 1, XLA would unroll the loop and begin the exchange only after the
+      layers of that step.
+
+  Returns:
+    What `steps` returns, and everyone's payloads.
+  """
+  with jax.named_scope("exchange_start"):
+    received = start(mesh, payloads)
+  with jax.named_scope("inner_steps"):
+    done = steps()
+  # Barrier: without it XLA may wait for the exchange before it runs the steps.
+  done, received = jax.lax.optimization_barrier((done, received))
+  with jax.named_scope("exchange_finish"):
+    return done, finish(mesh, payloads, received)
 
 
 def start(mesh: Mesh, payloads: list[jax.Array]) -> tuple[jax.Array, ...]:

@@ -181,14 +181,20 @@ def test_with_transport_host_the_devices_only_send_and_merge(tiny):
 
 
 EXCHANGE = """
-import json, sys
+import functools, json, sys
 import conftest
+import jax
+import numpy as np
+from diloco.algorithm.inner import inner_step
+from diloco.algorithm.optimizers import tuned
 from diloco.aot.programs import Programs
 from diloco.aot.topology import describe, make_mesh
 from diloco.config import resolve
+from diloco.library.streaming import overlapped_step
+from diloco.mesh.sharding import batch_sharding
 from diloco.model.attention import choose
 
-name, slices, replicas, changes = sys.argv[1:]
+name, slices, replicas, changes, library = sys.argv[1:]
 c = conftest.tiny_config()
 c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1, "loss_chunk": 8})
 c.train.batch_size, c.eval.batch_size, c.model.seq_len = 32, 32, 128
@@ -197,6 +203,16 @@ conftest.update(c, json.loads(changes))
 c = resolve(c)
 programs = Programs(c, make_mesh(c, describe(name, slices)))
 [program] = [x for x in programs.lower if x.startswith("exchange, ")]
+if library == "library":
+  step = functools.partial(inner_step, tuned=tuned(c), c=c)
+  joined = functools.partial(overlapped_step, train_step=step, mesh=programs.mesh)
+  shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
+  tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(programs.mesh))
+  count, arrays = np.int32(1), (programs.state.params, programs.state.opt_state)
+  with jax.set_mesh(programs.mesh):
+    programs.lower[program] = lambda: jax.jit(joined, donate_argnums=(1, 2)).lower(
+      count, *arrays, (tokens,), [programs.payload]
+    )
 x = programs.compile(program)
 print(json.dumps({
   "windows": [
@@ -294,9 +310,9 @@ def test_on_a_tpu_data_parallel_reduces_gradients_in_their_dtype(dtype, size):
   assert gradients <= found["crossing"] < 1.001 * gradients
 
 
-def check_hidden(kinds: list[str], *args: str) -> dict:
+def check_hidden(kinds: list[str], *args: str, by: str = "trainer") -> dict:
   """Compiles EXCHANGE; all exchanges must be hidden and send each payload once."""
-  found = run_alone(EXCHANGE, *args)
+  found = run_alone(EXCHANGE, *args, by)
   assert sorted(w["kind"] for w in found["windows"]) == sorted(kinds)
   for w in found["windows"]:
     assert w["dtype"] == "u8"
@@ -311,16 +327,18 @@ def check_hidden(kinds: list[str], *args: str) -> dict:
 
 @needs_libtpu
 @pytest.mark.parametrize(
-  ("slices", "replicas", "kinds"),
+  ("slices", "replicas", "kinds", "by"),
   first_of(
     "compiles for TPUs",
-    ("2", "4", ["send", "send", "collective-permute"]),
-    ("1", "2", ["collective-permute"]),
-    ("2", "2", ["send"]),
+    ("2", "4", ["send", "send", "collective-permute"], "trainer"),
+    ("1", "2", ["collective-permute"], "trainer"),
+    ("2", "2", ["send"], "trainer"),
+    ("1", "2", ["collective-permute"], "library"),
+    ("2", "2", ["send"], "library"),
   ),
 )
-def test_on_a_tpu_the_exchange_overlaps_with_the_layers(slices, replicas, kinds):
-  found = check_hidden(kinds, "v5e:2x2", slices, replicas, "{}")
+def test_on_a_tpu_the_exchange_overlaps_with_the_layers(slices, replicas, kinds, by):
+  found = check_hidden(kinds, "v5e:2x2", slices, replicas, "{}", by=by)
   assert found["attention"] == "splash"
 
 
