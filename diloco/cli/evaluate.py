@@ -84,7 +84,7 @@ def _note(workdir: pathlib.Path, c: Config, evaluation: Evaluation) -> str:
 def main(argv: list[str] | None = None) -> int:
   parser = command.model_parser("evaluate", __doc__)
   add, path = parser.add_argument, command.as_path
-  add("--tasks", default="", help=f"some of {','.join(tasks.TASKS)}")
+  add("--tasks", default="", help=f"some of {','.join(tasks.TASKS)}, or .jsonl files")
   add("--items", type=command.in_range(0), default=0, help="of a task; 0: all")
   add("--heldout", action="store_true", help="add the held-out loss")
   add("--data_dir", help="root of TFDS data sets; default: the run's")

@@ -159,12 +159,21 @@ def result(
 
 
 def line(task: str, r: Mapping[str, Any]) -> str:
-  """Describes the fields of a `TaskResult` in one line."""
+  """Describes the fields of a `TaskResult` in one line, with 90% intervals (Wilson).
+
+  Unlike the standard error, they hold for few items, and for none or all right.
+  """
+  from scipy.stats import binomtest  # Slow to import.
+
+  def interval(p: float) -> str:
+    right = binomtest(round(p * r["items"]), r["items"])
+    low, high = right.proportion_ci(0.9, method="wilson")
+    return f"{100 * p:.2f}% [{100 * low:.1f}, {100 * high:.1f}]"
+
   cut = f", {r['truncated']:,} choices cut" if r["truncated"] else ""
   return (
-    f"{task:<12} accuracy {100 * r['accuracy']:.2f} +- {100 * r['stderr']:.2f}%,"
-    f" length-normalised {100 * r['accuracy_norm']:.2f} +-"
-    f" {100 * r['stderr_norm']:.2f}%, of {r['items']:,} items,"
+    f"{task:<12} accuracy {interval(r['accuracy'])}, length-normalised"
+    f" {interval(r['accuracy_norm'])}, of {r['items']:,} items,"
     f" {100 * r['chance']:.0f}% by chance{cut}"
   )
 

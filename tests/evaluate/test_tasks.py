@@ -1,6 +1,7 @@
 """Zero-shot tasks: items, encoding, and accuracies from scores."""
 
 import csv
+import dataclasses
 import gzip
 import importlib.util
 import json
@@ -79,6 +80,10 @@ def test_accuracies_and_standard_errors():
   assert (r.items, r.accuracy, r.accuracy_norm, r.truncated) == (4, 0.75, 0.25, 3)
   assert r.stderr == pytest.approx(np.std([1, 1, 1, 0], ddof=1) / math.sqrt(4))
   assert r.stderr_norm == pytest.approx(np.std([0, 0, 1, 0], ddof=1) / math.sqrt(4))
+  z2 = 1.6449**2  # Wilson's interval of 90%, for 3 of 4.
+  middle, half = 0.75 + z2 / 8, math.sqrt(z2 * (0.75 * 0.25 / 4 + z2 / 64))
+  low, high = (100 * (middle + s * half) / (1 + z2 / 4) for s in (-1, 1))
+  assert f"75.00% [{low:.1f}, {high:.1f}]" in tasks.line("a", dataclasses.asdict(r))
   assert r.chance == pytest.approx((1 / 2 + 1 / 3 + 1 / 2 + 1 / 2) / 4)
 
 
