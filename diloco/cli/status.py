@@ -1,7 +1,7 @@
 r"""Shows how runs go on, here or on another machine. Only reads the files of the runs.
 
 python -m diloco status runs/sample
-python -m diloco status runs/sites --follow=5
+watch -n 5 python -m diloco status runs/sites
 
 WORKDIR is the --workdir of diloco.main, or the --group of several sites, or a folder of
 such folders: that of a sweep, or of a run of several sites.
@@ -32,7 +32,7 @@ from diloco.log.status import (
 )
 from diloco.log.workdir import backwards, read_config
 from diloco.util import files, remote
-from diloco.util.command import Parser, as_place, guarded, in_range
+from diloco.util.command import Parser, as_place, guarded
 from diloco.util.shipped import PACKAGE
 
 SUMMARY = "summary.json"
@@ -152,25 +152,15 @@ def lines(folder: pathlib.Path | str, now: float) -> list[str]:
 
 
 def show(args: argparse.Namespace) -> None:
-  """Prints the lines of all folders; again and again with --follow."""
-  while True:
-    found = [line for folder in args.workdir for line in lines(folder, time.time())]
-    if args.follow and sys.stdout.isatty():
-      print("\x1b[H\x1b[J", end="")  # Clears the terminal.
-    print("\n".join(found), flush=True)
-    if not args.follow:
-      return
-    time.sleep(args.follow)
+  """Prints the lines of all folders."""
+  for folder in args.workdir:
+    print("\n".join(lines(folder, time.time())))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco status", description=__doc__)
-  add = parser.add_argument
   text = "folder of a run, of a group of sites, or of several of them"
-  add("workdir", metavar="WORKDIR", type=as_place, nargs="+", help=text)
-  text = "show it again every so many seconds; default 10"
-  kind = in_range(0.1, 86_400.0)
-  add("--follow", type=kind, nargs="?", const=10, metavar="SECONDS", help=text)
+  parser.add_argument("workdir", metavar="WORKDIR", type=as_place, nargs="+", help=text)
   return guarded(show, parser.parse_args(argv))
 
 

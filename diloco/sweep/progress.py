@@ -2,10 +2,11 @@
 
 import collections
 import datetime
-import shutil
 import signal
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import pandas as pd
 
 from diloco.checkpoint.record import steps_of
 from diloco.log import metrics
@@ -19,7 +20,6 @@ def lines(
   cells: Sequence[Search],
   rows: Collection[Row],
   waiting: Mapping[str, Point] = {},
-  room: int = 0,
 ) -> list[str]:
   """Lists cells with their best points, running and waiting runs, failures, a total.
 
@@ -27,14 +27,9 @@ def lines(
     cells: the searches of all cells.
     rows: all runs that were started.
     waiting: {name: point} of the waiting runs to list.
-    room: if there would be more lines, only cells with runs to do are listed, and of
-      these not more than there is room for. 0: all cells are listed.
   """
-  below = [*_runs(rows, waiting), *failures(rows), _total(cells, rows)]
-  space = room - len(below) - 1
-  if room and len(cells) > space:
-    cells = [c for c in cells if c.state == "searching"][: max(space, 0)]
-  return [*_table_of_cells(cells), *below]
+  table = _table_of_cells(cells) if cells else []
+  return [*table, *_runs(rows, waiting), *failures(rows), _total(cells, rows)]
 
 
 def _total(cells: Sequence[Search], rows: Collection[Row]) -> str:
@@ -47,20 +42,21 @@ def _total(cells: Sequence[Search], rows: Collection[Row]) -> str:
 
 def _table_of_cells(cells: Sequence[Search]) -> list[str]:
   """Returns a header, and a line per cell with its best point."""
-  wide = max((len(describe(c.cell)) for c in cells), default=4)
-  name = max((len(c.grid.name) for c in cells), default=4)
-  head = f"{'grid':<{name}} {'cell':<{wide}} {'state':<9}"
-  out = [f"{head} {'runs':>7} {'loss':>8}  best"]
+  found = []
   for c in cells:
-    ended = len(c.points) - len(c.todo)
     tuned = {a.name: c.best[a.name] for a in c.grid.axes} if c.best else {}
-    loss = f"{c.loss:.4f}" if c.best else "-"
     edge = f"  at the bound of {', '.join(c.edge)}" if c.edge else ""
-    out.append(
-      f"{c.grid.name:<{name}} {describe(c.cell):<{wide}} {c.state:<9}"
-      f" {ended:>3}/{len(c.points):<3} {loss:>8}  {describe(tuned)}{edge}"
+    found.append(
+      {
+        "grid": c.grid.name,
+        "cell": describe(c.cell),
+        "state": c.state,
+        "runs": f"{len(c.points) - len(c.todo)}/{len(c.points)}",
+        "loss": f"{c.loss:.4f}" if c.best else "-",
+        "best": describe(tuned) + edge,
+      }
     )
-  return out
+  return pd.DataFrame(found).to_string(index=False).splitlines()
 
 
 def _runs(rows: Iterable[Row], waiting: Mapping[str, Point]) -> list[str]:
@@ -117,25 +113,14 @@ def stopped(
 
 
 class Live:
-  """Shows progress: on a terminal, redraws all lines; elsewhere, prints new lines."""
+  """Prints the failures and the total whenever more runs have ended."""
 
   def __init__(self) -> None:
-    self._height, self._ended, self._failures = 0, -1, list[str]()
+    self._ended, self._failures = -1, list[str]()
 
   def __call__(self, cells: Sequence[Search], rows: Collection[Row]) -> None:
     ended = sum(row["status"] in ("done", "failed") for row in rows)
-    if sys.stderr.isatty():
-      # A wrapped line would count as one line but take two on the terminal, and the
-      # cursor cannot go above the terminal's first line.
-      width, height = shutil.get_terminal_size()
-      text = lines(cells, rows, room=height - 1)
-      text = [line[:width] for line in text[1 - height :]]
-      if all(cell.ended for cell in cells):
-        text = lines(cells, rows)  # Stays there.
-      up = f"\x1b[{self._height}A\x1b[J" if self._height else ""
-      print(up + "\n".join(text), file=sys.stderr, flush=True)
-      self._height = len(text)
-    elif ended != self._ended:
+    if ended != self._ended:
       found = failures(rows)
       new = [line for line in found if line not in self._failures]
       print(*new, _total(cells, rows), sep="\n", file=sys.stderr, flush=True)

@@ -2,10 +2,9 @@
 
 import json
 
-from fake_runs import Fake, config, finish, make_driver, make_sweep
+from fake_runs import Fake, finish, make_driver, make_sweep
 
 from diloco.sweep import progress
-from diloco.sweep.grid import Axis, Grid, Sweep
 
 
 def test_progress_names_every_cell_with_its_best_point(tmp_path):
@@ -25,7 +24,7 @@ def test_progress_tells_the_step_and_the_time_left_of_running_runs(tmp_path):
   config = {"train": {"steps": 100, "tokens": 10_000}}
   row = {"name": "a", "status": "running", "config": config, "point": {"lr": 0.1}}
   row["folder"] = tmp_path / "a"
-  shown = lambda: progress.lines([], [row])[1].split(maxsplit=2)
+  shown = lambda: progress.lines([], [row])[0].split(maxsplit=2)
   (tmp_path / "a").mkdir()
   assert shown() == ["running", "a", "starting  lr=0.1"]
   metrics = tmp_path / "a" / "metrics.jsonl"
@@ -38,25 +37,10 @@ def test_progress_tells_the_step_and_the_time_left_of_running_runs(tmp_path):
   assert shown()[2].split("  ")[0] == "step 7 of 100"
 
 
-def test_progress_lists_cells_at_work_if_not_all_have_room(tmp_path):
-  grid = Grid("g", [{"replicas": m} for m in (1, 2, 3, 4)], (Axis("lr", (1,)),))
-  backend = Fake(lambda run, saved: None)
-  sweep = Sweep(lambda p: config({**p, "replicas": 1}), [grid])
-  later = Grid("h", [{"replicas": 2}], like=lambda cell: {"replicas": 1})
-  driver = make_driver(Sweep(sweep.config, [grid, later]), tmp_path, backend)
-  cells, rows = driver.cells(), driver.rows.values()
-  assert len(progress.lines(cells, rows)) == 7
-  few = progress.lines(cells, rows, room=4)
-  assert [line.split()[:2] for line in few[1:-1]] == [
-    ["g", "replicas=1"],
-    ["g", "replicas=2"],
-  ]
-
-
 def test_progress_says_why_runs_failed_once(capsys):
   rows = [{"status": "failed", "error": e} for e in ("a", "b", "b", "c", "d")]
   rows.append({"status": "done", "error": None})
-  more, *shown = progress.lines([], rows)[1:-1]
+  more, *shown = progress.lines([], rows)[:-1]
   assert more == "1 more reasons: see --export"
   assert shown == ["failed: b", "failed: c", "failed: d"]
   live = progress.Live()
