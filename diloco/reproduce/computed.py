@@ -16,7 +16,7 @@ import numpy as np
 import scipy.special
 
 from diloco.reproduce.claim import CONTRADICTED, SHOWN, Row
-from diloco.scaling_laws import optimum, paper, parametric
+from diloco.scaling_laws import paper, parametric
 from diloco.scaling_laws import tables as laws
 from diloco.simulate import tables, wallclock
 from diloco.simulate.memory import RATES, memory
@@ -355,7 +355,7 @@ def parametric_forms() -> Result:
   held = n == n.max()
   errors = []
   for form in parametric.FORMS:
-    fit = optimum.fit_optimum(form, n[~held], m[~held], loss[~held])
+    fit = parametric.fit_optimum(form, n[~held], m[~held], loss[~held])
     errors.append(form.error(fit.q, n[held], m[held], loss[held]))
   here = ", ".join(f"{error:.4f}" for error in errors) + " at the optima"
   return verdict(here, int(np.argmin(errors)) == 2)

@@ -23,8 +23,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws import recommend as recommend_lib
 from diloco.scaling_laws import tables as tables_lib
-from diloco.scaling_laws.fits import leave_largest_out
-from diloco.scaling_laws.uncertainty import show
+from diloco.scaling_laws.fits import leave_largest_out, show
 from diloco.util.command import (
   Parser,
   as_path,

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from diloco.scaling_laws.fits import check_points
-from diloco.scaling_laws.uncertainty import Numbers
+from diloco.scaling_laws.fits import Numbers, check_points
 
 CELL = ["algorithm", "replicas", "params"]
 # Hyperparameters in which the runs of a cell may differ.

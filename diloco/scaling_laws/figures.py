@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from diloco.scaling_laws import paper
-from diloco.scaling_laws.uncertainty import Array
+from diloco.scaling_laws.fits import Array
 from diloco.util import palette
 
 # A shade of DiLoCo's colour, a marker and its size for each M. Later markers lie above

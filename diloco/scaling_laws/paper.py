@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diloco.scaling_laws import optimum, parametric
-from diloco.scaling_laws.fits import Fit, PowerLaw, fit_power_law
-from diloco.scaling_laws.uncertainty import Array
+from diloco.scaling_laws import parametric
+from diloco.scaling_laws.fits import Array, Fit, PowerLaw, fit_power_law
 from diloco.spec.fields import ModelConfig
 from diloco.spec.shapes import matrix_params
 from diloco.util.command import parse_count
@@ -116,7 +115,7 @@ def loss_fit(algorithm: str, sizes: str = "words") -> Fit:
 
 
 @functools.cache
-def floor_fit(algorithm: str, sizes: str = "words") -> optimum.Optimum:
+def floor_fit(algorithm: str, sizes: str = "words") -> parametric.Optimum:
   """Fits A N^alpha + C, or A N^alpha M^beta + C for `joint`, to Table 4.
 
   A law with the floor C predicts 4B and 10B better than one without (Tables 5, 12).
@@ -125,7 +124,7 @@ def floor_fit(algorithm: str, sizes: str = "words") -> optimum.Optimum:
     ValueError: the paper has no losses of the algorithm.
   """
   form = parametric.FORMS[1] if algorithm == "joint" else parametric.FLOOR
-  return optimum.fit_optimum(form, *_points(algorithm, sizes))
+  return parametric.fit_optimum(form, *_points(algorithm, sizes))
 
 
 def _points(algorithm: str, sizes: str) -> tuple[Array, Array, Array]:

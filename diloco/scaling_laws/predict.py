@@ -3,8 +3,8 @@
 import dataclasses
 
 from diloco.scaling_laws import paper
+from diloco.scaling_laws.fits import Interval, LeastSquares, show
 from diloco.scaling_laws.results import Laws
-from diloco.scaling_laws.uncertainty import Interval, LeastSquares, show
 
 METHODS = ("joint", "independent")
 

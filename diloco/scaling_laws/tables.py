@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from diloco.scaling_laws import fits, optimum, paper, parametric
+from diloco.scaling_laws import fits, paper, parametric
 from diloco.util.bar import make_bar
 
 
@@ -140,7 +140,7 @@ def table13(sizes: str = "nominal", seeds: int = 5) -> Table:
   theirs = [float(line["avg_residual"]) for line in paper.read("table13_parametric")]
   rows = dict[str, tuple[Cell, ...]]()
   for form, errors, printed in zip(parametric.FORMS, ours, theirs):
-    best = optimum.fit_optimum(form, n[~held], m[~held], y[~held])
+    best = parametric.fit_optimum(form, n[~held], m[~held], y[~held])
     at_best = Cell(form.error(best.q, n[held], m[held], y[held]))
     rows[form.name] = (Cell(errors[0], printed, (min(errors), max(errors))), at_best)
   same = np.array_equal(np.argsort([errors[0] for errors in ours]), np.argsort(theirs))

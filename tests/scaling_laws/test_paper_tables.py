@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diloco.scaling_laws import __main__ as cli
-from diloco.scaling_laws import optimum, paper, parametric, tables
+from diloco.scaling_laws import paper, parametric, tables
 
 
 def largest(table):
@@ -50,7 +50,7 @@ def test_the_first_seed_reproduces_table_13():
 
 
 def test_the_optimum_of_the_first_form_is_the_joint_law():
-  found = optimum.fit_optimum(parametric.FORMS[0], *paper.loss_grid())
+  found = parametric.fit_optimum(parametric.FORMS[0], *paper.loss_grid())
   law = paper.loss_fit("joint").law
   assert tuple(found.q) == pytest.approx((law.A, law.alpha, law.beta), rel=1e-5)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from diloco.scaling_laws import optimum, paper, parametric
+from diloco.scaling_laws import paper, parametric
 from diloco.scaling_laws.fits import fit_power_law
 from diloco.scaling_laws.parametric import FLOOR, FORMS
 
@@ -39,7 +39,7 @@ def test_gradients_equal_numerical_derivatives(form):
 @pytest.mark.parametrize("form", TRUE, ids=lambda f: f.name)
 def test_the_optimum_recovers_a_form_without_noise(form):
   keep = M == 1 if form is FLOOR else M > 0
-  found = optimum.fit_optimum(form, N[keep], M[keep], losses(form)[keep])
+  found = parametric.fit_optimum(form, N[keep], M[keep], losses(form)[keep])
   assert tuple(found.q) == pytest.approx(TRUE[form], rel=1e-3)
   exact = form.at(np.array(TRUE[form]), [1e10], [2.0])[0][0]
   assert found(1e10, 2) == pytest.approx(exact, rel=1e-5)
@@ -50,7 +50,7 @@ def test_the_optimum_recovers_a_form_without_noise(form):
 @pytest.mark.parametrize("unit", [1, np.log(2)])  # Nats and bits.
 def test_no_random_start_finds_a_better_optimum(form, unit):
   n, m, y = map(np.asarray, paper.loss_grid("nominal"))
-  found = optimum.fit_optimum(form, n, m, y / unit)
+  found = parametric.fit_optimum(form, n, m, y / unit)
   least = np.square(found.residuals).sum()
 
   def residuals(q):
@@ -78,7 +78,7 @@ def test_no_random_start_finds_a_better_optimum(form, unit):
 def test_a_law_spares_the_sizes_that_no_parameter_needs(form, spare):
   # Six sizes. B and beta are known from several M at one size; A, alpha and C are not.
   keep = M == 1 if form is FLOOR else M > 0
-  found = optimum.fit_optimum(form, N[keep], M[keep], losses(form)[keep])
+  found = parametric.fit_optimum(form, N[keep], M[keep], losses(form)[keep])
   assert found.spare == spare
 
 
@@ -95,7 +95,7 @@ def test_intervals_of_a_law_with_a_floor_hold_90_per_cent():
   hits = []
   for _ in range(400):
     noisy = exact * np.exp(rng.normal(0, 0.002, 7))
-    found = optimum.fit_optimum(FLOOR, n, np.ones(7), noisy)
+    found = parametric.fit_optimum(FLOOR, n, np.ones(7), noisy)
     new = big * np.exp(rng.normal(0, 0.002))
     pairs = [*zip(true, found.interval().values())]
     pairs.append((new, found.predict_interval(1e10)))
@@ -106,7 +106,7 @@ def test_intervals_of_a_law_with_a_floor_hold_90_per_cent():
 def test_the_form_without_a_floor_has_the_intervals_of_the_linear_fit():
   # Two derivations give one standard error. A differs: one of them fits log A.
   noisy = losses(FORMS[0]) * np.exp(np.random.default_rng(0).normal(0, 0.002, len(N)))
-  bent = optimum.fit_optimum(FORMS[0], N, M, noisy)
+  bent = parametric.fit_optimum(FORMS[0], N, M, noisy)
   line = fit_power_law(N, noisy, M)
   for name in ("alpha", "beta"):
     assert bent.interval()[name] == pytest.approx(line.interval()[name], rel=1e-4)
@@ -132,4 +132,4 @@ def test_too_few_points_are_refused():
   with pytest.raises(ValueError, match="5 parameters and 2 points"):
     parametric.fit_parametric(FORMS[3], N[some], M[some], y[some])
   with pytest.raises(ValueError, match="uncertainty needs 6: add runs"):
-    optimum.fit_optimum(FORMS[3], N[some], M[some], y[some])
+    parametric.fit_optimum(FORMS[3], N[some], M[some], y[some])
