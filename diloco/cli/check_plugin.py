@@ -15,8 +15,8 @@ resume      a run that is saved after step 7 and goes on has the same bits
 """
 
 import argparse
-import ast
 import sys
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -26,6 +26,7 @@ import numpy as np
 from diloco.algorithm.method import make_method
 from diloco.checkpoint.checkpoints import state_of, tree_of
 from diloco.config import Config, changed, default_config, resolve
+from diloco.config.command_line import with_flags
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 from diloco.spec import plugins, sizes
@@ -40,30 +41,29 @@ _KINDS = plugins.NAMES.keys() - {"fields", "overlap.transport", "eval.tasks"}
 _SHAPES = ((3, 40, 8), (1, 7, 7), (2, 1, 1), (2, 256, 16))
 
 
-def cases(file: str, given: dict[str, object]) -> list[dict[str, object]]:
-  """Imports a plug-in; returns the fields of each run that tries it."""
+def cases(file: str, given: Sequence[str]) -> list[list[str]]:
+  """Imports a plug-in; returns the FIELD=VALUE of each run that tries it."""
   names = cast(dict[str, dict[str, object]], plugins.NAMES)
   before = {kind: {*names[kind]} for kind in names}
   plugins.load([file])
   found = [
-    {kind: name, **given}
-    for kind in _KINDS - given.keys()
+    [f"{kind}={name}", *given]
+    for kind in _KINDS - {field.partition("=")[0] for field in given}
     for name in names[kind].keys() - before[kind]
     # The user must give the arguments of a compressor.
     if not (kind == "wire.compressor" and callable(names[kind][name]))
   ]
-  return found or [given]
+  return found or [[*given]]
 
 
-def tiny(file: str, fields: dict[str, object]) -> Config:
+def tiny(file: str, fields: Sequence[str]) -> Config:
   """Returns the config of a small run with fragments in flight when it is saved."""
   c = default_config(file)
   c.sync_every, c.fragments.size, c.overlap.tau, c.wire.block_size = 4, 1, 2, 16
   c.model.update({"num_layers": 3, "dim": 16, "num_heads": 2, "vocab_size": 256})
   c.model.seq_len, c.model.dtype, c.inner.warmup_steps = 16, "float32", 2
   c.train.batch_size, c.train.steps, c.mesh.replica, c.mesh.fsdp = 4, STEPS, 1, 1
-  c.update_from_flattened_dict(fields)
-  return resolve(c)
+  return resolve(with_flags(c, [f"--config.{field}" for field in fields]))
 
 
 def size(c: Config, _: object) -> str:
@@ -139,18 +139,11 @@ def resume(c: Config, whole: list[PyTree]) -> str:
 def run(args: argparse.Namespace) -> int:
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", 2)
-  given = dict[str, object]()
-  for field, _, value in (text.partition("=") for text in args.fields):
-    try:
-      given[field] = ast.literal_eval(value.capitalize())  # true, as flags have it.
-    except (SyntaxError, ValueError):
-      given[field] = value
   failed = False
-  for fields in cases(args.file, given):
-    title = " ".join(f"{field}={x}" for field, x in fields.items()) or args.file
-    c = tiny(args.file, fields)
+  for fields in cases(args.file, args.fields):
+    title, c = " ".join(fields) or args.file, tiny(args.file, fields)
     whole, checks = list[PyTree](), (size, jit, fsdp, resume)
-    for check in checks if "wire.compressor" in fields else checks[1:]:
+    for check in checks if "wire.compressor=" in title else checks[1:]:
       try:
         print(f"ok    {title}  {check.__name__}: {check(c, whole)}", flush=True)
       except Exception as error:  # The code of a plug-in may raise anything.

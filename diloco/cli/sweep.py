@@ -242,8 +242,7 @@ def write_jobs(driver: Driver, args: argparse.Namespace) -> None:
   assert isinstance(slurm, Slurm)
   lines = [f"export {k}={shlex.quote(v)}" for k, v in slurm.environment.items()]
   lines += [shlex.join(slurm.command(run)) for run in runs]
-  with files.replacing(results / "submit.sh") as file:
-    file.write("\n".join(["#!/bin/bash", *lines, ""]).encode())
+  files.write(results / "submit.sh", "\n".join(["#!/bin/bash", *lines, ""]))
   print(f"script       {results / 'submit.sh'} submits the first {len(runs)} of them")
 
 

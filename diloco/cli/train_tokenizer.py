@@ -29,7 +29,7 @@ from diloco.data.prepare import pieces as pieces_lib
 from diloco.errors import ConfigError
 from diloco.spec.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from diloco.util import command
-from diloco.util.files import replacing
+from diloco.util.files import write
 
 SPACE = "▁"  # SentencePiece writes spaces so.
 # SentencePiece skips longer lines, in bytes. A character has at most 4 bytes.
@@ -80,8 +80,7 @@ def _run(args: argparse.Namespace) -> None:
       model = _train(lines, args.vocab_size, required_chars=SPACE)
   except RuntimeError as error:  # SentencePiece's only kind of error.
     raise ConfigError(_explain(str(error), args)) from error
-  with replacing(path) as file:
-    file.write(model)
+  write(path, model)
   print(f"{path}: {args.vocab_size} pieces, {len(model):,} bytes")
 
 

@@ -17,7 +17,7 @@ from diloco.processes.agree import made_with
 from diloco.spec.fields import DataConfig
 from diloco.tokenizer.tokenizer import Tokenizer
 from diloco.tokenizer.vocabulary import TOKENIZER, read_manifest, split_folder
-from diloco.util.files import replacing
+from diloco.util.files import write
 
 
 class Repeated(NamedTuple):
@@ -87,8 +87,7 @@ def keep_tokenizer(workdir: pathlib.Path, tokenizer: Tokenizer) -> None:
   """Copies the tokenizer into the folder of its run, where it is read from then on."""
   path, content = workdir / TOKENIZER, tokenizer.serialized()
   if not path.is_file() or path.read_bytes() != content:
-    with replacing(path) as file:
-      file.write(content)
+    write(path, content)
 
 
 def _parts(d: DataConfig, split: str) -> Iterable[bytes]:

@@ -127,8 +127,7 @@ def report(
     return sum(seconds.get(row["name"], 0.0) for row in driver.asked([*some])) / 3600
 
   claims = computed.rows() + claim.rows(CLAIMS, tables, cells, hours)
-  with files.replacing(args.out / CLAIMS_TABLE) as file:
-    file.write(claim.table(claims).to_csv(index=False).encode())
+  files.write(args.out / CLAIMS_TABLE, claim.table(claims).to_csv(index=False))
   given = {k: getattr(args, k) for k in ("seeds", "only", "text", "items")}
   flags = " ".join(f"--{name}={value}" for name, value in given.items() if value)
   done = [row for row in rows if row["status"] == "done"]
@@ -150,8 +149,7 @@ def report(
     if not some.empty:
       comparison.draw(own, some, picture)
       page.append(f"![{own.title}](figures/{picture.name})")
-  with files.replacing(args.out / PAGE) as file:
-    file.write("\n\n".join([*page, ""]).encode())
+  files.write(args.out / PAGE, "\n\n".join([*page, ""]))
   return args.out / PAGE
 
 

@@ -105,33 +105,22 @@ def _line(row: Row) -> dict[str, Any]:
   """Returns a line of the CSV file: {column: cell}."""
   default = leaves(table.as_json(Config()))
   plugins.check_trusted(row["config"].get("plugins", ()))
-  config = default | _today(row["config"])
+  try:
+    c = complete(row["config"])  # An earlier version may have saved it.
+    fields, papers_n = leaves(table.as_json(c)), matrix_params(c.model)
+  except (ValueError, TypeError):  # This version cannot read it.
+    fields, papers_n = leaves(row["config"]), None
+  config = default | fields
   known = EXPORTED_FIELDS.values()
   rest = {f: v for f, v in config.items() if f not in known and v != default.get(f)}
   return {
     **{f"point_{name}": value for name, value in row["point"].items()},
     **{column: config[field] for column, field in EXPORTED_FIELDS.items()},
     **{column: row["contents"].get(what) for column, what in _DIGESTS.items()},
-    _PAPERS_N: _papers_n(row["config"]),
+    _PAPERS_N: papers_n,
     **{column: _six_digits(row[column]) for column in (*_NOTED, *SUMMARY_COLUMNS)},
     "config": json.dumps(rest, sort_keys=True),
   }
-
-
-def _today(config: dict[str, Any]) -> dict[str, Any]:
-  """Returns the fields of a config, which an earlier version may have saved."""
-  try:
-    return leaves(table.as_json(complete(config)))
-  except (ValueError, TypeError):  # This version cannot read it.
-    return leaves(config)
-
-
-def _papers_n(config: dict[str, Any]) -> int | None:
-  """Counts parameters as the papers do; None if this version cannot read the config."""
-  try:
-    return matrix_params(complete(config).model)
-  except (ValueError, TypeError):
-    return None
 
 
 def _run(line: dict[str, str]) -> dict[str, dict]:

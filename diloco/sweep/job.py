@@ -164,8 +164,7 @@ def fetch(run: pathlib.Path, workdir: str) -> bool:
     return False
   for name in RESULTS:
     if (data := bucket.get(name)) is not None:
-      with files.replacing(run / name) as file:
-        file.write(data)
+      files.write(run / name, data)
   return True
 
 

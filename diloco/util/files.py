@@ -168,8 +168,13 @@ def require_json(path: pathlib.Path, field: str) -> dict[str, Any]:
   ) from cause
 
 
-def write_json(path: pathlib.Path, value: Any) -> None:
-  """Writes a JSON file; if killed meanwhile, leaves the old file or none."""
-  path.parent.mkdir(parents=True, exist_ok=True)
+def write(path: pathlib.Path, content: bytes | str) -> None:
+  """Writes a file; if killed meanwhile, leaves the old file or none."""
   with replacing(path) as file:
-    file.write((json.dumps(value, indent=2) + "\n").encode())
+    file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Writes a JSON file as `write`, and makes its folder."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  write(path, json.dumps(value, indent=2) + "\n")

@@ -29,7 +29,7 @@ from diloco.errors import ConfigError
 from diloco.tokenizer import vocabulary
 from diloco.tokenizer.tokenizer import load_tokenizer
 from diloco.tokenizer.vocabulary import MANIFEST, PLAN, TOKENIZER
-from diloco.util.files import read_json, replacing, write_json
+from diloco.util.files import read_json, replacing, write, write_json
 
 # Least and most bytes on disk of a unit, and how many units to aim at: few, because
 # training keeps all arrays open (files that cannot be cut may double the number), but
@@ -95,8 +95,7 @@ def tokenize(
   with lock(folder):
     _check_plan(folder, plan)
     if not (folder / TOKENIZER).is_file():
-      with replacing(folder / TOKENIZER) as file:
-        file.write(model.serialized())
+      write(folder / TOKENIZER, model.serialized())
     if not (folder / MANIFEST).is_file():
       run_units(make, units, workers, f"{source} {split}")
       # Some units may have read a file before it changed, and others after that.
