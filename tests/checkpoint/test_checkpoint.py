@@ -189,8 +189,10 @@ def full_disk(monkeypatch):
 
 
 def test_an_error_of_the_saving_thread_is_told_once(c, tmp_path, full_disk, capfd):
-  with contextlib.suppress(TryAgain):
-    save(tmp_path, c, [10])
+  checkpoints = open_checkpoints(tmp_path, c)
+  checkpoints.save(10, state(10), Record(c.to_dict()))
+  with pytest.raises(TryAgain, match=r"step 10 cannot be written .* from the start"):
+    checkpoints.close()
   checkpoints = open_checkpoints(tmp_path, c)
   assert checkpoints.restore() is None
   checkpoints.save(12, state(12), Record(c.to_dict()))
@@ -199,13 +201,6 @@ def test_an_error_of_the_saving_thread_is_told_once(c, tmp_path, full_disk, capf
   checkpoints.close()
   assert names(tmp_path / "checkpoints") == []
   assert capfd.readouterr().err == ""
-
-
-def test_an_error_of_the_saving_thread_is_told_by_close(c, tmp_path, full_disk):
-  checkpoints = open_checkpoints(tmp_path, c)
-  checkpoints.save(12, state(12), Record(c.to_dict()))
-  with pytest.raises(TryAgain, match=r"step 12 cannot be written .* from the start"):
-    checkpoints.close()
 
 
 def test_close_does_not_tell_the_error_again(c, tmp_path, full_disk, monkeypatch):

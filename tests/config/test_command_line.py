@@ -169,25 +169,6 @@ def test_ctrl_c_while_a_text_is_executed_has_the_same_status(tmp_path):
   assert (done.returncode, done.stderr) == (130, b"interrupted\n")
 
 
-def test_a_python_file_needs_its_function(tmp_path):
-  for text, said in (
-    ("def get_it(): pass", ""),
-    ("x = 1", r"has no get_it\(\); see configs/ladder.py."),
-    ("import none_such", "ModuleNotFoundError: .* line 1"),
-    ("x = =", "invalid syntax .*line 1"),
-  ):
-    (tmp_path / "m.py").write_text(text)
-    load = (str(tmp_path / "m.py"), "get_it", "configs/ladder.py")
-    if not said:
-      assert command.load_module(*load).get_it() is None
-      continue
-    with pytest.raises(ConfigError, match=said):
-      command.load_module(*load)
-  for path in ("none.py", str(tmp_path)):
-    with pytest.raises(ConfigError, match=f"there is no file {path}; give for"):
-      command.load_module(path, "get_it", "configs/ladder.py")
-
-
 def test_counts_have_a_unit_or_an_exponent():
   counts = ("35M", "2.4B", "4e9", "1048576")
   assert [command.parse_count(c) for c in counts] == [35e6, 2.4e9, 4e9, 2**20]

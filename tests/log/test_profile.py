@@ -5,7 +5,6 @@ import gzip
 import json
 
 import jax
-import numpy as np
 import pytest
 
 from diloco import train
@@ -43,20 +42,6 @@ def test_a_profile_changes_no_result_and_names_the_parts(tiny, tmp_path, capsys)
   assert "The trace of the steps 5 to 8 is in" in capsys.readouterr().err
 
 
-@pytest.mark.integration("whole runs")
-def test_a_run_that_goes_on_after_the_steps_traces_nothing(tiny, tmp_path, capsys):
-  tiny.train.steps = 8
-  train.train(tiny, tmp_path)
-  capsys.readouterr()
-  tiny.train.steps, tiny.inner.decay_steps = 12, 8
-  tiny.profile.steps = "2:3"
-  train.train(tiny, tmp_path)
-  told = capsys.readouterr().err
-  assert "Traces nothing: the steps of profile.steps are before 9." in told
-  assert not (tmp_path / "profile").exists()
-  assert [r["step"] for r in metrics.read(tmp_path)] == list(np.arange(1, 13))
-
-
 class Log:
   """Counts how often training time was stopped."""
 
@@ -92,6 +77,14 @@ def test_launches_are_traced_whole(tiny, tmp_path, monkeypatch, asked, calls, pa
   profile.close()
   assert made == calls
   assert log.pauses == pauses
+
+
+def test_a_run_that_goes_on_after_the_steps_traces_nothing(tiny, tmp_path, capsys):
+  tiny.profile.steps, log = "2:3", Log(tmp_path)
+  log.peers = Peers()
+  Profile(resolve(tiny), log).begin(range(9, 11), {})
+  told = "Traces nothing: the steps of profile.steps are before 9.\n"
+  assert (capsys.readouterr().err, log.pauses) == (told, 0)
 
 
 @pytest.mark.parametrize("steps", ["5", "0:4", "8:5", "5:13", "a:b", "1:2:3", ":"])

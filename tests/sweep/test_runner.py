@@ -201,9 +201,11 @@ def test_a_file_that_cannot_be_read_counts_as_absent(tmp_path, file, text):
   assert [row["status"] for row in rows_of(tmp_path)] == ["done"]
 
 
-def test_the_files_of_an_ended_run_are_read_once(tmp_path, monkeypatch):
-  driver = make_driver(make_sweep(), tmp_path, Fake())
-  finish(driver)
+def test_a_driven_sweep_ends_and_its_files_are_read_once(tmp_path, monkeypatch):
+  with alone(tmp_path):
+    driver = make_driver(make_sweep(), tmp_path, Fake())
+    assert drive(driver, lambda cells, rows: None, pause=0.01) == 0
+  assert driver.backend.ends == []  # Nothing is stopped.
   read = []
   read_row = table.read_row
   monkeypatch.setattr(table, "read_row", lambda run: read.append(run) or read_row(run))
@@ -287,13 +289,6 @@ def test_a_cell_must_start_from_an_earlier_cell(tmp_path):
   grid = Grid("g", [{"replicas": 1}], (), like=lambda cell: {"replicas": 7})
   with pytest.raises(ValueError, match="from replicas=7, which is no earlier cell"):
     make_driver(Sweep(config, [grid]), tmp_path, Fake()).step()
-
-
-def test_drive_runs_a_sweep_to_its_end(tmp_path):
-  with alone(tmp_path):
-    driver = make_driver(make_sweep(), tmp_path, Fake())
-    assert drive(driver, lambda cells, rows: None, pause=0.01) == 0
-  assert driver.backend.ends == []  # Nothing is stopped, and nothing is said.
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -129,7 +129,9 @@ def test_other_unknown_flags_stay_mistakes(capsys):
   assert "unrecognized arguments: --show_all" in capsys.readouterr().err
 
 
-def test_the_chart_of_the_docs_is_shown(tmp_path, monkeypatch, capsys):
+def test_the_examples_of_the_docs_train_small_models_and_show_a_chart(
+  tmp_path, monkeypatch, capsys
+):
   blocks = (ROOT / "docs" / "sweep.md").read_text().split("```python\n")[1:]
   for name, block in zip(("small", "seeds"), blocks, strict=True):
     (tmp_path / f"{name}.py").write_text(block.split("```")[0])
@@ -140,6 +142,14 @@ def test_the_chart_of_the_docs_is_shown(tmp_path, monkeypatch, capsys):
   cli.show_chart(sweep.chart, driver)
   lines = capsys.readouterr().out.splitlines()
   assert [line.split(" | ")[:2] for line in lines[2:]] == [["| 10", "3"], ["| 50", "3"]]
+  # Seven runs of 76,800 tokens take a minute; docs/sweep.md says how long.
+  driver = make_driver(load_sweep(str(tmp_path / "small.py")), tmp_path, Fake())
+  finish(driver)
+  configs = [row["config"] for row in driver.rows.values()]
+  assert len(configs) >= 6
+  assert {row["status"] for row in driver.rows.values()} == {"done"}
+  assert {c["train"]["tokens"] for c in configs} == {76_800}
+  assert {num_params(complete(c).model) for c in configs} == {103_744}
 
 
 def test_a_table_with_losses_of_several_texts_says_so(tmp_path, capsys):
@@ -154,21 +164,6 @@ def test_a_table_with_losses_of_several_texts_says_so(tmp_path, capsys):
   cli.show_chart(Chart("", "tokens"), driver)
   said = "The runs differ in eval.tokens, so their losses per token cannot be compared"
   assert said in capsys.readouterr().out
-
-
-def test_the_example_of_the_docs_trains_small_models(tmp_path):
-  """Seven runs of 76,800 tokens take a minute; docs/sweep.md says how long."""
-  text = (ROOT / "docs" / "sweep.md").read_text()
-  names = {}
-  exec(text.split("```python\n")[1].split("```")[0], names)
-  sweep = names["get_sweep"]()
-  driver = make_driver(sweep, tmp_path, Fake())
-  finish(driver)
-  configs = [row["config"] for row in driver.rows.values()]
-  assert len(configs) >= 6
-  assert {row["status"] for row in driver.rows.values()} == {"done"}
-  assert {c["train"]["tokens"] for c in configs} == {76_800}
-  assert {num_params(complete(c).model) for c in configs} == {103_744}
 
 
 def test_a_sweep_whose_cell_has_failed_ends_with_status_1(tmp_path):
