@@ -69,21 +69,6 @@ def test_no_damage_of_any_file_changes_a_run_or_stops_it(saved, c, tmp_path):
   assert min(found.values()) > 20
 
 
-@pytest.mark.slow("restores hundreds of damaged checkpoints")
-@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
-def test_flipped_bits_at_many_places(saved, c, tmp_path):
-  newest = saved / "checkpoints" / "12"
-  like = lambda step, record: checkpoint.tree_of(state(0))
-  for name, harm in wreck.all_of(newest, flips=250):
-    copy = tmp_path / "copy"
-    shutil.copytree(saved, copy)
-    harm(copy / "checkpoints" / "12")
-    found = damage.read_newest(copy, [12, 10], like, "train again")
-    assert bits(found.arrays) == bits(checkpoint.tree_of(state(found.step))), name
-    assert found.record.data == {"0": [found.step]}, name
-    shutil.rmtree(copy)
-
-
 @pytest.mark.parametrize("part", ["state", "record"])
 def test_damage_of_the_only_checkpoint_is_told_in_one_sentence(saved, part):
   like = lambda step, record: checkpoint.tree_of(state(0))

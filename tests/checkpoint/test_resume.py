@@ -64,7 +64,7 @@ def test_an_extended_run_resumes_exactly_with_fragments_in_flight(short, tmp_pat
   assert sends == sorted((4 + t, t % 4) for t in range(13))
   assert len(receives) == len(sends)
   # From step 11 on, one fragment arrives and one leaves at every step.
-  for step in range(8, 12):
+  for step in (9, 11):
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     for later in range(step + 1, 17):
       shutil.rmtree(tmp_path / "b" / "checkpoints" / str(later))

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fake_runs import ROOT, Fake, finish, make_driver, make_sweep, rows_of, summary_of
+from fake_runs import Fake, finish, make_driver, make_sweep, rows_of, summary_of
 
 from diloco.config import resolve
 from diloco.errors import ConfigError
@@ -80,12 +80,3 @@ def test_the_accuracy_of_a_run_is_that_of_its_first_task(tmp_path):
   csv_file.export(rows_of(tmp_path / "plain"), tmp_path / "a.csv")
   csv_file.load(tmp_path / "a.csv", tmp_path / "again")
   assert [row["accuracy"] for row in rows_of(tmp_path / "again")] == accuracies
-
-
-def test_a_table_without_accuracies_can_be_imported(tmp_path):
-  with (ROOT / "docs" / "gap.csv").open() as file:
-    text = file.readline() + file.readline()
-  assert ",accuracy," not in text
-  (tmp_path / "a.csv").write_text(text)
-  assert csv_file.load(tmp_path / "a.csv", tmp_path) == 1
-  assert rows_of(tmp_path)[0]["accuracy"] is None
