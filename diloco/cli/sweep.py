@@ -32,7 +32,7 @@ from diloco.errors import ConfigError
 from diloco.mesh import hardware
 from diloco.reproduce import comparison
 from diloco.scaling_laws import __main__ as scaling_laws
-from diloco.simulate.compute_time import MFU, PEAK_TFLOPS
+from diloco.simulate.from_config import MFU, PEAK_TFLOPS
 from diloco.spec.shapes import flops_per_token
 from diloco.sweep import csv_file, progress, table
 from diloco.sweep.chart import Chart

@@ -3,15 +3,14 @@
 import argparse
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from diloco.errors import ConfigError
 from diloco.simulate import from_config
-from diloco.simulate.compute_time import MFU, PEAK_TFLOPS, step_time
+from diloco.simulate.from_config import MFU, PEAK_TFLOPS, step_time
 from diloco.simulate.utilisation import LINKS, Workload
-from diloco.util.command import as_path
+from diloco.util.command import as_path, in_range
 
 Args = dict[str, Any]  # The arguments that are given, by name.
 Answer = tuple[object, str]  # The data that --json prints, and the text without --json.
@@ -28,11 +27,7 @@ def number(text: str) -> float:
   return value
 
 
-def whole(text: str) -> int:
-  """Parses a whole number of at most 12 digits; 64 bits hold positions in a round."""
-  if not re.fullmatch(r"-?\d{1,12}", text):
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number up to 12 digits")
-  return int(text)
+whole = in_range(0, 10**12)  # 64 bits hold positions in a round.
 
 
 class Option(NamedTuple):

@@ -1,4 +1,4 @@
-"""Turns a config into the workload that the simulators take.
+"""Turns a config into the workload that the simulators take, and its seconds per step.
 
 Shapes, wire sizes and the schedule are those of the trainer.
 """
@@ -7,9 +7,14 @@ import dataclasses
 import math
 
 from diloco.config import Config
+from diloco.simulate.limits import check
 from diloco.simulate.utilisation import Workload
 from diloco.spec import sizes
-from diloco.spec.shapes import leaves, num_params, parameters
+from diloco.spec.fields import Range
+from diloco.spec.shapes import flops_per_token, leaves, num_params, parameters
+
+# Defaults of the simulators: the peak of a TPU v5e, and the share that a run reaches.
+PEAK_TFLOPS, MFU = 197, 0.4
 
 
 def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
@@ -56,3 +61,22 @@ def wire_bits(c: Config) -> float:
   more = sum(c.sync_every / a.every * a.sent for a in c.averages.values())
   copies = sizes.copies(c.wire.exchange, c.replicas)
   return 8 * (size + (more / copies if more else 0)) / num_params(c.model)
+
+
+def step_time(
+  c: Config, chips: int = 1, peak_tflops: float = PEAK_TFLOPS, mfu: float = MFU
+) -> float:
+  """Computes the seconds per step: FLOPs / (chips * peak * share of the peak).
+
+  The FLOPs include those of the attention scores.
+
+  Args:
+    chips: number of chips of all replicas together.
+    peak_tflops: peak TFLOP/s of one chip.
+    mfu: share of the peak that the run reaches.
+  """
+  for name, value in (("chips", chips), ("peak_tflops", peak_tflops)):
+    check(name, value, Range(0, open=True))
+  check("mfu", mfu, Range(0, 1, open=True))
+  flops = flops_per_token(c.model) * c.tokens_per_step
+  return flops / (chips * (peak_tflops * 1e12) * mfu)

@@ -206,18 +206,6 @@ def _short(error: Exception) -> str:
   return str(error).partition("\n")[0][:300]
 
 
-def folder_of(address: str, flag: str) -> pathlib.Path:
-  """Returns a folder that exists.
-
-  Raises:
-    ConfigError: there is none.
-  """
-  folder = local_path(address, flag)
-  if not folder.is_dir():
-    raise ConfigError(f"{flag} is {address!r}, but there is no such folder.")
-  return folder
-
-
 def open_storage(address: str, flag: str, writes: bool = True) -> Storage:
   """Opens a folder or a bucket.
 
@@ -241,9 +229,10 @@ def open_storage(address: str, flag: str, writes: bool = True) -> Storage:
       options = {} if address.startswith(("memory:", "file:")) else options
       storage: Storage = Bucket(stores.from_url(address, **options))
     else:
-      storage = Folder(
-        make_folder(address, flag) if writes else folder_of(address, flag)
-      )
+      folder = make_folder(address, flag) if writes else local_path(address, flag)
+      if not folder.is_dir():
+        raise ConfigError(f"{flag} is {address!r}, but there is no such folder.")
+      storage = Folder(folder)
     if not writes:
       return storage
     if isinstance(storage, Folder):

@@ -64,22 +64,6 @@ def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, wandb_runs):
   assert wandb_runs[0].logged == [{"step/loss": 1.0, "inner_step": 1}]
 
 
-def test_wandb_has_names_of_tensorboard_sample_and_results(tiny, tmp_path, wandb_runs):
-  writer = metrics.MetricsWriter(tmp_path, config_lib.resolve(tiny))
-  for record in RECORDS:
-    values = {k: v for k, v in record.items() if k not in ("kind", "step")}
-    writer.write(record["kind"], record["step"], values)
-  writer.sample(4, "The people")
-  writer.results({"eval_loss": {"outer": 2.0}})
-  writer.close()
-  (run,) = wandb_runs
-  steps = [*(record["step"] for record in RECORDS), 4]
-  names = [*NAMES, {"sample": "The people"}]
-  assert run.logged == [n | {"inner_step": t} for n, t in zip(names, steps)]
-  assert run.summary == {"eval_loss": {"outer": 2.0}}
-  assert run.kwargs["config"]["model"]["dim"] == 16
-
-
 def write(workdir, c, *steps: int) -> None:
   writer = metrics.MetricsWriter(workdir, c)
   for step in steps:
@@ -150,14 +134,23 @@ def events(path):
     content = content[16 + size :]
 
 
-def test_tensorboard_has_the_config_the_sample_and_one_tag_per_number(tiny, tmp_path):
+def test_tensorboard_and_wandb_have_config_sample_and_one_name_per_number(
+  tiny, tmp_path, wandb_runs
+):
   tiny.log.tensorboard = True
   writer = metrics.MetricsWriter(tmp_path, config_lib.resolve(tiny))
   for record in RECORDS:
     values = {k: v for k, v in record.items() if k not in ("kind", "step")}
     writer.write(record["kind"], record["step"], values)
   writer.sample(4, "The people\n of")
+  writer.results({"eval_loss": {"outer": 2.0}})
   writer.close()
+  (run,) = wandb_runs
+  steps = [*(record["step"] for record in RECORDS), 4]
+  names = [*NAMES, {"sample": "The people\n of"}]
+  assert run.logged == [n | {"inner_step": t} for n, t in zip(names, steps)]
+  assert run.summary == {"eval_loss": {"outer": 2.0}}
+  assert run.kwargs["config"]["model"]["dim"] == 16
   (path,) = (tmp_path / "tensorboard").iterdir()
   found = dict[str, list]()
   for event in events(path):

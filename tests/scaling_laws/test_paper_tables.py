@@ -71,9 +71,6 @@ def test_a_floor_predicts_the_large_models_better():
       assert floor.ours == pytest.approx(floor.paper, rel=0.02)
       assert floor.interval[0] < floor.ours < floor.interval[1]
 
-
-def test_measured_losses_outside_the_intervals_are_counted():
-  table = tables.extrapolation()
   outside = {(floor, i): 0 for floor in (False, True) for i in (0, 1)}
   for name, cells in table.rows.items():
     for i, cell in enumerate(cells):

@@ -104,13 +104,6 @@ def test_a_failed_run_keeps_its_error_and_the_sweep_goes_on(tmp_path):
   assert retried.started == [failed[0]["name"]]
 
 
-def test_an_invalid_config_is_a_failed_run(tmp_path):
-  sweep = Sweep(config, [Grid("g", [{"replicas": 3}], (Axis("lr", (1,)),))])
-  cells = finish(make_driver(sweep, tmp_path, Fake()))
-  assert cells[0].state == "failed"
-  assert "train.batch_size is 4" in rows_of(tmp_path)[0]["error"]
-
-
 @pytest.mark.parametrize(
   ("fault", "message"),
   [
@@ -119,6 +112,7 @@ def test_an_invalid_config_is_a_failed_run(tmp_path):
     (lambda p: p["warp"], "raises KeyError: warp at the point replicas=1 lr=1"),
     (lambda p: p["lr"] + "x", "raises TypeError: unsupported operand"),
     (lambda p: None, "raises AttributeError: 'NoneType'"),
+    (lambda p: config({**p, "replicas": 3}), "train.batch_size is 4"),
   ],
 )
 def test_an_exception_of_a_sweep_file_is_a_failed_run(tmp_path, fault, message):

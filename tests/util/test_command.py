@@ -49,7 +49,7 @@ def test_a_name_like_the_word_is_meant(word, meant_by_it):
     (simulate.main, "figure --uot=x", "name (did you mean --out?) (see --help)\n"),
     (job.main, "", "required: RUN (see --help)\n"),
     # An unknown flag is not what is wrong here.
-    (simulate.main, "memory --layers=x --config.layers=3", "12 digits (see --help)\n"),
+    (simulate.main, "memory --layers=x --config.layers=3", "value: 'x' (see --help)\n"),
   ],
 )
 def test_a_wrong_flag_or_command_gets_a_suggestion(main, args, end, capsys):
