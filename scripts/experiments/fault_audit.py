@@ -1,9 +1,11 @@
 """Audits a run of several sites: no round is lost, and all sites agree.
 
-Reads the group's rounds.jsonl, the metrics.jsonl of every site, and the last
-checkpoints of all.
+Reads the closed rounds of the group, the metrics.jsonl of every site, and the last
+checkpoints of all. A run that was stopped has no last checkpoints; its outer steps are
+repeated.
 """
 
+import argparse
 import contextlib
 import json
 import pathlib
@@ -16,7 +18,10 @@ from sites_run import GROUP, ROOT
 
 from diloco.config import Config
 from diloco.config.command_line import load_config
+from diloco.contrib.sites import replay
 from diloco.contrib.sites.calendar import Calendar, as_all
+from diloco.contrib.sites.group.journal import Journal, history
+from diloco.util.storage import open_storage
 
 # Numbers of a merge that every site computes from the same payloads.
 _SHARED = ("fragment", "sites", "outer_update_norm")
@@ -40,20 +45,32 @@ def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
+def closed_rounds(group: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the headers of all closed rounds, from the files that decide."""
+  storage = open_storage(str(group), "--out", writes=False)
+  journal, headers = Journal(storage), history(storage)
+  journal.closed = max(headers, default=-1) + 1
+  journal.advance()
+  headers |= journal.headers
+  return [headers[r] for r in sorted(headers)]
+
+
 def audit(
   folder: pathlib.Path,
   path: str,
   fields: Sequence[str],
   of_site: Mapping[int, Sequence[str]],
   measured: slice,
+  stopped: bool = False,
 ) -> dict[str, Any]:
-  """Audits the run in `folder`, which has finished.
+  """Audits the run in `folder`.
 
   Args:
-    folder: with the workdirs of the sites, and GROUP/rounds.jsonl.
+    folder: with the workdirs of the sites, and the files of the group in GROUP.
     path, fields: see `config`.
     of_site: {site: more fields of its own}.
     measured: the rounds whose tokens count.
+    stopped: whether the run was stopped before its last round.
 
   Returns:
     What the logs say.
@@ -63,20 +80,22 @@ def audit(
       merges: how many rounds each site merged, by its metrics.
   """
   calendar = Calendar(config(path, fields))
-  rounds = [*lines(folder / GROUP / "rounds.jsonl")]
+  rounds = closed_rounds(folder / GROUP)
   by_site = {
     k: [*lines(folder / sites_run.name(k) / "metrics.jsonl")]
     for k in range(calendar.sites)
   }
-  problems, merges = check_rounds(rounds, calendar), list[int]()
+  problems, merges = check_rounds(rounds, calendar, stopped), list[int]()
   for k, records in by_site.items():
-    problems += check_site(k, records, rounds, calendar)
+    problems += check_site(k, records, rounds, calendar, stopped)
     own = Calendar(as_all(config(path, [*fields, *of_site.get(k, [])])))
     problems += check_tokens(k, rounds, own)
     merges.append(len({r["round"] for r in records if r["kind"] == "receive"}))
-  problems += check_merges(by_site) + check_states(
-    folder, [*map(sites_run.name, by_site)]
-  )
+  problems += check_merges(by_site)
+  if not stopped:
+    problems += check_states(folder, [*map(sites_run.name, by_site)])
+  elif replay.replay(argparse.Namespace(group=str(folder / GROUP))):
+    problems.append("the rounds give other bits than the sites have noted")
   tokens = sum(sum(r["tokens"].values()) for r in rounds[measured])
   return {
     "problems": problems,
@@ -87,7 +106,7 @@ def audit(
 
 
 def count(rounds: list[dict], sites: int) -> dict[str, float]:
-  """Sums over rounds.jsonl.
+  """Sums over the closed rounds.
 
   Returns:
     rounds, full, fewer: closed rounds, those with all sites, those with fewer.
@@ -106,15 +125,17 @@ def count(rounds: list[dict], sites: int) -> dict[str, float]:
   }
 
 
-def check_rounds(rounds: list[dict], calendar: Calendar) -> list[str]:
+def check_rounds(
+  rounds: list[dict], calendar: Calendar, stopped: bool = False
+) -> list[str]:
   """Checks that every round of the calendar closed once, in order."""
   numbers = [r["round"] for r in rounds]
-  wanted = [*range(len(calendar.rounds))]
+  wanted = [*range(len(rounds) if stopped else len(calendar.rounds))]
   problems = []
   if numbers != wanted:
     missing, twice = sorted({*wanted} - {*numbers}), len(numbers) - len({*numbers})
     problems.append(
-      f"rounds.jsonl has {len(numbers)} rounds, not {len(wanted)} in order: missing"
+      f"the group has {len(numbers)} rounds, not {len(wanted)} in order: missing"
       f" {missing[:5]}, {twice} twice"
     )
   for r in rounds:
@@ -131,9 +152,13 @@ def check_rounds(rounds: list[dict], calendar: Calendar) -> list[str]:
 
 
 def check_site(
-  k: int, records: list[dict], rounds: list[dict], calendar: Calendar
+  k: int,
+  records: list[dict],
+  rounds: list[dict],
+  calendar: Calendar,
+  stopped: bool = False,
 ) -> list[str]:
-  """Checks the metrics of a site against rounds.jsonl."""
+  """Checks the metrics of a site against the closed rounds."""
   by_number = {r["round"]: r for r in rounds}
   merged = [r for r in records if r["kind"] == "receive"]
   problems = []
@@ -145,11 +170,12 @@ def check_site(
     elif own != (closed["fragment"], len(closed["tokens"])):
       problems.append(f"site {k} merged round {record['round']:g} as {own}")
   sent = {(r["step"], r["fragment"]) for r in records if r["kind"] == "send"}
-  steps = [r["step"] for r in records]
+  last = max((r["step"] for r in records), default=0)
   # A site writes what it sent one launch later. So a kill may cut off its newest send,
   # but not those before it.
   cut, at = set[int](), 0
-  for record in records:
+  end = [{"kind": "arrival", "step": last}] if stopped else []
+  for record in [*records, *end]:
     if record["kind"] == "arrival" and at:
       cut.add(calendar.first_after(at))
     if record["kind"] in ("arrival", "send"):
@@ -158,8 +184,8 @@ def check_site(
     is_logged = (r["step"], r["fragment"]) in sent or r["round"] in cut
     if str(k) in r["tokens"] and not is_logged:
       problems.append(f"round {r['round']} has a payload that site {k} never sent")
-  if calendar.rounds and max(steps, default=0) < calendar.config.train.steps:
-    problems.append(f"site {k} ended at step {max(steps, default=0)}")
+  if calendar.rounds and last < calendar.config.train.steps and not stopped:
+    problems.append(f"site {k} ended at step {last}")
   return problems
 
 

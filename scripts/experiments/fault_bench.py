@@ -18,8 +18,8 @@ Sites may differ, for instance one of two that has half the speed of the other:
 Goodput is the tokens behind all applied contributions over seconds, while the storm
 lasts (--faults times --every seconds; without faults until the end). It begins after
 the first rounds, in which programs compile. The run goes on to its end. The audit
-(fault_audit.py) reads the group's rounds.jsonl, the metrics.jsonl of all sites,
-and the last checkpoints. Writes faults.json in --out, which must be new. Needs root and
+(fault_audit.py) reads the closed rounds, the metrics.jsonl of all sites, and the last
+checkpoints. Writes faults.json in --out, which must be new. Needs root and
 iproute2, and moto[server] for --s3.
 """
 
@@ -215,7 +215,7 @@ def weather(run: Run, sites: int, storm: list[Fault]) -> dict:
   for who in range(sites):
     run.start(who)
   began, at, warm, first, changed = time.monotonic(), 0, 0, 0.0, 0.0
-  longest, storm_s = 0.0, run.options.faults * run.options.every
+  stopped, longest, storm_s = False, 0.0, run.options.faults * run.options.every
   counted: tuple[int, float] | None = None  # Progress, seconds: when the storm ends.
   while not run.look_after():
     run.wait()
@@ -231,7 +231,7 @@ def weather(run: Run, sites: int, storm: list[Fault]) -> dict:
     if warm and not counted and storm and now - first > storm_s:
       counted = at, now - first
     if warm and now - first > run.options.limit:
-      print(f"stopped after {run.options.limit:g} s", flush=True)
+      stopped = True
       break
     if not warm and now - began > 900:
       raise RuntimeError(f"training does not begin; see {run.folder}")
@@ -245,6 +245,7 @@ def weather(run: Run, sites: int, storm: list[Fault]) -> dict:
     "faults": sum(fault.at < changed - first for fault in storm),
     "restarts": run.restarts,
     "unplanned": run.unplanned,
+    "stopped": stopped,
   }
 
 
@@ -257,8 +258,8 @@ def result(options, storm: list[Fault], observed: dict) -> dict:
     **observed,
   }
   measured = slice(observed["first"], observed["reached"])
-  args = (options.out, CONFIG, options.fields, options.of_site)
-  found |= fault_audit.audit(*args, measured)
+  args = (options.out, CONFIG, options.fields, options.of_site, measured)
+  found |= fault_audit.audit(*args, observed["stopped"])
   found["tokens_per_s"] = found["tokens"] / observed["seconds"]
   summary = options.out / "site-0/summary.json"
   with contextlib.suppress(OSError):
@@ -313,9 +314,7 @@ def main() -> None:
     try:
       observed = weather(run, sites, storm)
       if run.bucket:  # For the audit.
-        (options.out / sites_run.GROUP).mkdir()
-        path = options.out / sites_run.GROUP / "rounds.jsonl"
-        path.write_bytes(run.file("rounds.jsonl"))
+        run.bucket.copy(options.out / sites_run.GROUP)
     finally:
       own = [run.bucket.process] if run.bucket else []
       sites_run.stop([*run.processes.values(), *own])

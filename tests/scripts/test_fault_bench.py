@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from test_wan_bench import SCRIPTS, _load
 
+from diloco.contrib.sites.group.journal import head_of, path_of
+from diloco.contrib.sites.group.records import pack
+
 netns, _ = _load("netns"), _load("sites_run")
 audit, bench = _load("fault_audit"), _load("fault_bench")
 
@@ -96,6 +99,7 @@ def rounds(calendar):
         "per_step": {str(k): 64 for k in members},
         "late": [2] if number == 1 else [],
         "waited_s": 2.0 if number == 1 else 0.1,
+        **{"refused": [], "measured": {}, "data": {}},
       }
     )
   return found
@@ -120,11 +124,17 @@ def test_sums_over_the_log_of_the_group(rounds):
 
 
 def test_an_audit_reads_all_logs(rounds, monkeypatch, tmp_path):
-  files = {"group/rounds.jsonl": rounds}
-  files |= {f"site-{k}/metrics.jsonl": _metrics(k, rounds) for k in range(4)}
-  for name, records in files.items():
-    (tmp_path / name).parent.mkdir()
-    (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in records))
+  # The newest snapshot has the first ten rounds, whose files are deleted.
+  head = {"digests": [], "data": {}, "rounds": rounds[:10]}
+  files = {head_of(10): pack(head)}
+  files |= {path_of(r["round"]): pack(r) for r in rounds[10:]}
+  for name, data in files.items():
+    (tmp_path / "group" / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "group" / name).write_bytes(data)
+  for k in range(4):
+    lines = [json.dumps(r) + "\n" for r in _metrics(k, rounds)]
+    (tmp_path / f"site-{k}").mkdir()
+    (tmp_path / f"site-{k}/metrics.jsonl").write_text("".join(lines))
   monkeypatch.setattr(audit, "outer_parameters", lambda path: {"theta": np.ones(1)})
   args = (tmp_path, bench.CONFIG, FIELDS, {}, slice(0, 3))
   found = audit.audit(*args)
@@ -144,6 +154,8 @@ def test_rounds_that_are_missing_or_twice_or_out_of_order_are_found(rounds, cale
     [rounds[1], rounds[0], *rounds[2:]],
   ):
     assert "rounds" in audit.check_rounds(damaged, calendar)[0]
+  assert audit.check_rounds(rounds[:-1], calendar, stopped=True) == []
+  assert audit.check_rounds(rounds[:3] + rounds[4:], calendar, stopped=True)
 
 
 def test_a_round_of_another_step_or_without_payloads_is_found(rounds, calendar):
