@@ -23,6 +23,8 @@ from diloco.contrib.sites.calendar import Calendar, as_all
 from diloco.contrib.sites.group.journal import Journal, history
 from diloco.util.storage import open_storage
 
+# What the audit reads of a group: names begin so.
+FILES = ("config.json", "journal/", "sites/", "snapshots/")
 # Numbers of a merge that every site computes from the same payloads.
 _SHARED = ("fragment", "sites", "outer_update_norm")
 
@@ -81,13 +83,15 @@ def audit(
   """
   calendar = Calendar(config(path, fields))
   rounds = closed_rounds(folder / GROUP)
+  # A stop may cut off the newest send, as a kill does; nothing else is missing.
+  end = [{"kind": "arrival", "step": calendar.config.train.steps}] if stopped else []
   by_site = {
-    k: [*lines(folder / sites_run.name(k) / "metrics.jsonl")]
+    k: [*lines(folder / sites_run.name(k) / "metrics.jsonl"), *end]
     for k in range(calendar.sites)
   }
   problems, merges = check_rounds(rounds, calendar, stopped), list[int]()
   for k, records in by_site.items():
-    problems += check_site(k, records, rounds, calendar, stopped)
+    problems += check_site(k, records, rounds, calendar)
     own = Calendar(as_all(config(path, [*fields, *of_site.get(k, [])])))
     problems += check_tokens(k, rounds, own)
     merges.append(len({r["round"] for r in records if r["kind"] == "receive"}))
@@ -152,11 +156,7 @@ def check_rounds(
 
 
 def check_site(
-  k: int,
-  records: list[dict],
-  rounds: list[dict],
-  calendar: Calendar,
-  stopped: bool = False,
+  k: int, records: list[dict], rounds: list[dict], calendar: Calendar
 ) -> list[str]:
   """Checks the metrics of a site against the closed rounds."""
   by_number = {r["round"]: r for r in rounds}
@@ -170,12 +170,11 @@ def check_site(
     elif own != (closed["fragment"], len(closed["tokens"])):
       problems.append(f"site {k} merged round {record['round']:g} as {own}")
   sent = {(r["step"], r["fragment"]) for r in records if r["kind"] == "send"}
-  last = max((r["step"] for r in records), default=0)
+  steps = [r["step"] for r in records]
   # A site writes what it sent one launch later. So a kill may cut off its newest send,
   # but not those before it.
   cut, at = set[int](), 0
-  end = [{"kind": "arrival", "step": last}] if stopped else []
-  for record in [*records, *end]:
+  for record in records:
     if record["kind"] == "arrival" and at:
       cut.add(calendar.first_after(at))
     if record["kind"] in ("arrival", "send"):
@@ -184,8 +183,8 @@ def check_site(
     is_logged = (r["step"], r["fragment"]) in sent or r["round"] in cut
     if str(k) in r["tokens"] and not is_logged:
       problems.append(f"round {r['round']} has a payload that site {k} never sent")
-  if calendar.rounds and last < calendar.config.train.steps and not stopped:
-    problems.append(f"site {k} ended at step {last}")
+  if calendar.rounds and max(steps, default=0) < calendar.config.train.steps:
+    problems.append(f"site {k} ended at step {max(steps, default=0)}")
   return problems
 
 

@@ -26,6 +26,7 @@ iproute2, and moto[server] for --s3.
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
 import random
@@ -199,13 +200,9 @@ class Run:
     if self.bucket and time.monotonic() - self._progress_at < 1:
       return self._progress  # A process must ask.
     self._progress_at = time.monotonic()
-    if self.bucket:
-      query = f"?list-type=2&prefix={sites_run.GROUP}/journal/"
-      text = (self.bucket.fetch(f"/{sites_run.BUCKET}{query}") or b"").decode()
-    else:
-      journal = self.folder / sites_run.GROUP / "journal"
-      text = " ".join(path.name for path in journal.glob("*.round"))
-    rounds = [int(r) + 1 for r in re.findall(r"(\d{9})\.round", text)]
+    journal = (self.folder / sites_run.GROUP / "journal").glob("*.round")
+    names = self.bucket.names("journal/") if self.bucket else map(str, journal)
+    rounds = [int(r) + 1 for r in re.findall(r"(\d{9})\.round", " ".join(names))]
     self._progress = max([self._progress, *rounds])
     return self._progress
 
@@ -314,7 +311,10 @@ def main() -> None:
     try:
       observed = weather(run, sites, storm)
       if run.bucket:  # For the audit.
-        run.bucket.copy(options.out / sites_run.GROUP)
+        for name in itertools.chain(*map(run.bucket.names, fault_audit.FILES)):
+          path = options.out / sites_run.GROUP / name
+          path.parent.mkdir(parents=True, exist_ok=True)
+          path.write_bytes(run.file(name))
     finally:
       own = [run.bucket.process] if run.bucket else []
       sites_run.stop([*run.processes.values(), *own])

@@ -6,6 +6,7 @@ sites meet in a bucket.
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,16 +23,6 @@ import sys, urllib.request
 method, url = sys.argv[1:]
 with urllib.request.urlopen(urllib.request.Request(url, method=method)) as answer:
   sys.stdout.buffer.write(answer.read())
-"""
-_COPY = """
-import sys
-from diloco.util.storage import open_storage
-bucket = open_storage(sys.argv[1], "--group", writes=False)
-group = open_storage(sys.argv[2], "--out")
-group.put("config.json", bucket.get("config.json"))
-for folder in ("journal", "sites", "snapshots"):
-  for name in bucket.names(folder):
-    group.put(f"{folder}/{name}", bucket.get(f"{folder}/{name}"))
 """
 _READ = """
 import sys
@@ -138,14 +129,13 @@ class Bucket:
 
   def file(self, of_group: str) -> bytes:
     """Returns a file of the group; empty if it is not there."""
-    return self._python(_READ, of_group)
-
-  def copy(self, folder: pathlib.Path) -> None:
-    """Copies what the audit reads of the group into a folder."""
-    self._python(_COPY, str(folder))
-
-  def _python(self, program: str, argument: str) -> bytes:
-    argv = [sys.executable, "-c", program, self.address, argument]
+    argv = [sys.executable, "-c", _READ, self.address, of_group]
     env = {**os.environ, "PYTHONPATH": str(ROOT), **self.variables}
     command = self._network.command(0, argv)
-    return subprocess.run(command, stdout=subprocess.PIPE, env=env).stdout
+    return subprocess.run(command, capture_output=True, env=env).stdout
+
+  def names(self, start: str) -> list[str]:
+    """Lists the files of the group whose names begin with `start`."""
+    query = f"?list-type=2&prefix={GROUP}/{start}"
+    text = (self.fetch(f"/{BUCKET}{query}") or b"").decode()
+    return re.findall(f"<Key>{GROUP}/(.+?)</Key>", text)
