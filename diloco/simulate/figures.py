@@ -4,9 +4,7 @@ Names that begin with s are figures of Streaming DiLoCo (2501.18512), names that
 with c are figures of Scaling Laws (2503.09799).
 """
 
-import functools
 import pathlib
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,7 +17,7 @@ from matplotlib.patches import Patch
 from diloco.config import Config, changed
 from diloco.simulate import from_config, limits
 from diloco.simulate.steady import steady_utilisation
-from diloco.simulate.tables import GRID, papers_workload
+from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
 from diloco.spec.fragments import make_fragments
@@ -38,6 +36,7 @@ METHODS: Settings = {
 SHARE = (-0.03, 1.05)  # Limits of y, with space for whole markers.
 Simulator = Callable[[Workload, np.ndarray], np.ndarray]
 Model = tuple[float, int, float]  # Parameters, layers, seconds per step.
+MODEL_100B = (100e9, 108, 4.9)
 
 
 def draw(name: str, folder: pathlib.Path) -> list[str]:
@@ -69,9 +68,7 @@ def plot_utilisation(
   axis.label_outer()
 
 
-def curves(
-  title: str, models: Mapping[str, Model], settings: Settings = METHODS
-) -> Figure:
+def curves(title: str, models: Mapping[str, Model], settings: Settings) -> Figure:
   """Draws utilisation against bandwidth: a panel per model, a curve per setting."""
   figure, axes = panels(title, list(models), sharey=True)
   for axis, model in zip(axes, models.values()):
@@ -150,6 +147,23 @@ def figure_s2() -> Figure:
   return figure
 
 
+def figure_s3() -> Figure:
+  """Draws schedules of four methods; two fragments of one layer, H = 2."""
+  settings = dict(list(METHODS.items())[:4])
+  title = "When link and devices are busy: two fragments of one layer, H = 2"
+  return busy_times(title, settings, 2, 40e9, 4, sync_every=2, fragment_size=1)
+
+
+def figure_s4() -> Figure:
+  """Draws utilisation for 1B, 10B and 100B parameters."""
+  models = {
+    "1B, 0.1 s per step": (1e9, 24, 0.1),
+    "10B, 0.8 s per step": (10e9, 48, 0.8),
+    "100B, 4.9 s per step": MODEL_100B,
+  }
+  return curves("Simulated compute utilisation", models, METHODS)
+
+
 def of_config(c: Config, seconds: float, latency: float = 0.0) -> Figure:
   """Draws figure s4 for the model, M, H and fragments of a config.
 
@@ -193,6 +207,57 @@ def figure_s6() -> Figure:
   return legend(figure)
 
 
+def figure_s7() -> Figure:
+  """Draws utilisation with sequential and with strided fragments."""
+  settings = {
+    f"{pattern}, tau = {tau}": {"pattern": pattern, "tau": tau}
+    for pattern in ("sequential", "strided")
+    for tau in (0, 1)
+  }
+  title = "Order of layers in fragments"
+  return curves(title, {"100B, fragments of 3 layers": MODEL_100B}, settings)
+
+
+def figure_s9() -> Figure:
+  """Draws utilisation for different tau."""
+  settings = {f"tau = {tau}": {"tau": tau} for tau in (0, 1, 2, 5, 10)}
+  return curves("Streaming with more overlap", {"100B, 16 bits": MODEL_100B}, settings)
+
+
+def figure_s14() -> Figure:
+  """Draws schedules with sequential and with strided fragments."""
+  settings = {pattern: {"pattern": pattern} for pattern in ("sequential", "strided")}
+  title = "When link and devices are busy: three fragments of two layers, H = 4"
+  return busy_times(title, settings, 6, 24e9, 6, sync_every=4, fragment_size=2)
+
+
+def figure_s15() -> Figure:
+  """Draws utilisation for different step times."""
+  models = {f"100B, {s} s per step": (100e9, 108, s) for s in (1, 5, 10)}
+  return curves("Simulated compute utilisation by step time", models, METHODS)
+
+
+def figure_s16() -> Figure:
+  """Draws utilisation for Llama 3 and DeepSeek-V3."""
+  models = {
+    "llama3 405B, 26.9 s per step": (405e9, *TABLE_6["llama3"]),
+    "deepseek_v3 671B, 20.1 s per step": (671e9, *TABLE_6["deepseek_v3"]),
+  }
+  return curves("Simulated compute utilisation", models, METHODS)
+
+
+def figure_c10() -> Figure:
+  """Draws utilisation of DiLoCo for different H, for the models of Table 6."""
+  models = {
+    "chinchilla 10B": (10e9, *TABLE_6["chinchilla"]),
+    "llama3 405B": (405e9, *TABLE_6["llama3"]),
+    "deepseek_v3 671B": (671e9, *TABLE_6["deepseek_v3"]),
+  }
+  every = (1, 10, 50, 100, 300)
+  settings = {f"DiLoCo, H = {h}": {"method": "diloco", "sync_every": h} for h in every}
+  return curves("DiLoCo synchronises every H steps", models, settings)
+
+
 def figure_c6() -> Figure:
   """Draws hours against parameters N; D = 20 N, batch of 2^20 tokens."""
   settings: Settings = {
@@ -222,9 +287,8 @@ def figure_c12() -> Figure:
   return hours("Idealised training time with overtraining", xlabel, lines)
 
 
-_TABLE = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text())
-# {name: draws the figure}
-FIGURES = {"s2": figure_s2, "s6": figure_s6, "c6": figure_c6, "c12": figure_c12} | {
-  name: functools.partial(globals()[fields.pop("draw")], **fields)
-  for name, fields in _TABLE.items()
+FIGURES = {
+  name.removeprefix("figure_"): function
+  for name, function in list(globals().items())
+  if name.startswith("figure_")
 }
