@@ -25,6 +25,8 @@ _LASTING = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETO
 # What file systems without hard links answer.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 _TRIES = {"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)}
+# A cloud's own machines ask this server for credentials, if nothing else gives them.
+_METADATA = "169.254.169.254"
 # A large file may take long on a slow link; a machine that is gone should not.
 _CLIENT = {"timeout": "30m", "connect_timeout": "10s", "allow_http": True}
 
@@ -131,7 +133,7 @@ class Folder(Storage):
 
 
 class Bucket(Storage):
-  """A bucket, or a folder in a bucket."""
+  """A bucket, or a folder in a bucket; ConfigError: there are no credentials for it."""
 
   poll_s = 1.0
 
@@ -140,18 +142,19 @@ class Bucket(Storage):
     import obstore
 
     self._obstore, self._store = obstore, store
+    self._has_answered = False
 
   def get(self, name: str) -> bytes | None:
-    with _as_os_error(), contextlib.suppress(FileNotFoundError):
+    with self._request(), contextlib.suppress(FileNotFoundError):
       return bytes(self._obstore.get(self._store, name).bytes())
     return None
 
   def put(self, name: str, data: bytes) -> None:
-    with _as_os_error():
+    with self._request():
       self._obstore.put(self._store, name, data, use_multipart=False)
 
   def _create(self, name: str, data: bytes) -> bool:
-    with _as_os_error():
+    with self._request():
       try:
         put = self._obstore.put
         put(self._store, name, data, mode="create", use_multipart=False)
@@ -160,7 +163,7 @@ class Bucket(Storage):
     return True
 
   def delete(self, name: str) -> None:
-    with _as_os_error(), contextlib.suppress(FileNotFoundError):
+    with self._request(), contextlib.suppress(FileNotFoundError):
       self._obstore.delete(self._store, name)
 
   def names(self, folder: str) -> list[str]:
@@ -168,13 +171,13 @@ class Bucket(Storage):
 
   def listed(self, folder: str = "") -> dict[str, float]:
     """Returns {name: time of writing, seconds since 1970} of files at any depth."""
-    with _as_os_error():
+    with self._request():
       pages = self._obstore.list(self._store, folder)
       return {x["path"]: x["last_modified"].timestamp() for page in pages for x in page}
 
   def children(self, folder: str) -> tuple[list[str], list[str]]:
     """Returns the names of a folder's files, and of the folders in it."""
-    with _as_os_error():
+    with self._request():
       found = self._obstore.list_with_delimiter(self._store, folder)
     paths = [x["path"] for x in found["objects"]], found["common_prefixes"]
     files, folders = ([x.rpartition("/")[2] for x in some] for some in paths)
@@ -182,24 +185,28 @@ class Bucket(Storage):
 
   def move(self, name: str, to: str) -> None:
     """Gives a file another name."""
-    with _as_os_error():
+    with self._request():
       self._obstore.rename(self._store, name, to)
 
-
-@contextlib.contextmanager
-def _as_os_error() -> Iterator[None]:
-  """Turns the errors of obstore, which take many lines, into those of a disk."""
-  from obstore import exceptions
-
-  refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-  try:
-    yield
-  except OSError:
-    raise
-  except exceptions.BaseError as error:
-    # Not EIO, which a damaged file may be, too.
-    number = errno.EACCES if isinstance(error, refused) else errno.ECONNABORTED
-    raise OSError(number, _short(error)) from error
+  @contextlib.contextmanager
+  def _request(self) -> Iterator[None]:
+    """Turns the errors of obstore, which take many lines, into those of a disk."""
+    exceptions = self._obstore.exceptions
+    refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+    try:
+      yield
+      self._has_answered = True
+    except OSError:
+      raise
+    except exceptions.BaseError as error:
+      if _METADATA in str(error) and not self._has_answered:
+        raise ConfigError(
+          "this machine has no credentials for the bucket; give them as other programs"
+          " take them, such as in GOOGLE_APPLICATION_CREDENTIALS or AWS_ACCESS_KEY_ID."
+        ) from error
+      # Not EIO, which a damaged file may be, too.
+      number = errno.EACCES if isinstance(error, refused) else errno.ECONNABORTED
+      raise OSError(number, _short(error)) from error
 
 
 def _short(error: Exception) -> str:

@@ -148,6 +148,21 @@ def test_a_server_that_is_away_is_no_mistake_of_the_user(monkeypatch):
   assert "\n" not in str(error.value)
 
 
+def test_a_machine_without_credentials_is_a_mistake_before_the_first_answer():
+  bucket = Bucket(obstore.store.MemoryStore())
+  asks = "Error performing GET http://169.254.169.254/latest/api/token"
+
+  def request():
+    with bucket._request():
+      raise obstore.exceptions.GenericError(asks)
+
+  with pytest.raises(ConfigError, match="no credentials for the bucket; give them"):
+    request()
+  bucket.put("file", b"")
+  with pytest.raises(OSError, match=r"169\.254"):
+    request()
+
+
 def test_a_bucket_that_lets_two_create_a_file_is_refused(tmp_path, monkeypatch):
   create = lambda self, name, data: self.put(name, data) or True
   monkeypatch.setattr(Bucket, "_create", create)
