@@ -18,6 +18,7 @@ diloco.main.
 
 import argparse
 import pathlib
+import re
 import shlex
 import shutil
 import sys
@@ -76,9 +77,12 @@ def check_backend(args: argparse.Namespace) -> None:
   for flag, unfit, reason, remedy in wrong:
     if unfit and (value := getattr(args, flag)):
       raise ConfigError(f"--{flag} is {value!r}, but {reason}; {remedy}.")
-  if launch and args.vectorize > 1:
+  many = re.search(r"(-[Nn]|--(nodes|ntasks\S*?))[ =]?([2-9]|1\d)", args.slurm_options)
+  reason = "--launch trains one run" * bool(launch)
+  reason = reason or "of the tasks of --slurm_options one would train" * bool(many)
+  if reason and args.vectorize > 1:
     raise ConfigError(
-      f"--vectorize is {args.vectorize}, but --launch trains one run; leave one out."
+      f"--vectorize is {args.vectorize}, but {reason}; leave one of them out."
     )
   program = next(iter(shlex.split(launch)), "sbatch" if slurm else sys.executable)
   if not args.dry_run and not shutil.which(program):

@@ -258,6 +258,10 @@ def test_a_sweep_of_three_sizes_has_laws_by_one_command(tmp_path, capsys):
     (["--launch=none {flags}"], "there is no command none here"),
     (["--launch=x {flags}", "--backend=slurm"], "but --backend is slurm; leave one"),
     (["--launch=true {flags}", "--vectorize=2"], "but --launch trains one run"),
+    (
+      ["--backend=slurm", "--slurm_options=--ntasks-per-node=8", "--vectorize=2"],
+      "but of the tasks of --slurm_options one would train; leave one of them out",
+    ),
     (["--workdir=s3://b/x"], "'s3://b/x', but there is no --launch; add it."),
     (["--launch=true {flags}", "--workdir=/x"], "'/x', no address such as s3://"),
   ],
