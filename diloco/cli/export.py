@@ -14,6 +14,7 @@ architecture writes one (docs/models.md).
 import argparse
 import json
 import pathlib
+import re
 import sys
 
 import jax
@@ -66,10 +67,19 @@ def write(
   named = traverse_util.flatten_dict(jax.device_get(model.params), sep=".")
   tensors = {name: np.ascontiguousarray(x) for name, x in named.items()}
   load.save(tensors, folder / load.WEIGHTS, "np")
+  config = model.config.to_dict()
+  for section in (
+    "data",
+    "eval",
+    "init",
+  ):  # Of a path of this machine, the last name stays.
+    for field, value in config[section].items():
+      if isinstance(value, str):
+        config[section][field] = re.sub(r"(^|[:,])~?/(?!/)(.*/)?", r"\1", value)
   described = {
     "step": model.step,
     "architecture": registry.get(model.config.model).DESCRIPTION,
-    "config": model.config.to_dict(),
+    "config": config,
   }
   (folder / load.CONFIG).write_text(json.dumps(described, indent=2) + "\n")
   (folder / load.TOKENIZER).write_bytes(tokenizer.serialized())

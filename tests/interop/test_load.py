@@ -102,6 +102,7 @@ def test_an_export_keeps_all_bits_and_the_config(trained, tmp_path):
   original = restore.load(workdir)
   folder = tmp_path / "out"
   export.export(original, folder)
+  assert str(workdir) not in (folder / "config.json").read_text()
   model = restore.load(folder)
   assert_same_bits(model.params, params)
   assert model.step == 9
