@@ -116,7 +116,7 @@ def test_diagnostics_which_write_nan_refuse_to_stop_at_nan(tiny, set_modes):
   ),
 )
 def test_the_trainer_trains_alike_in_all_modes(tiny, tmp_path, fields, set_modes):
-  update(tiny, fields)
+  update(tiny, {"fragments.pattern": "whole", **fields})  # Few programs.
   plain = train.train(tiny, tmp_path / "plain")
   set_modes(MODES)
   found = train.train(tiny, tmp_path / "modes")
