@@ -14,8 +14,8 @@ architecture writes one (docs/models.md).
 import argparse
 import json
 import pathlib
-import re
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,14 +68,8 @@ def write(
   tensors = {name: np.ascontiguousarray(x) for name, x in named.items()}
   load.save(tensors, folder / load.WEIGHTS, "np")
   config = model.config.to_dict()
-  for section in (
-    "data",
-    "eval",
-    "init",
-  ):  # Of a path of this machine, the last name stays.
-    for field, value in config[section].items():
-      if isinstance(value, str):
-        config[section][field] = re.sub(r"(^|[:,])~?/(?!/)(.*/)?", r"\1", value)
+  for section in ("data", "eval", "init"):
+    config[section] = {k: _without_folders(v) for k, v in config[section].items()}
   described = {
     "step": model.step,
     "architecture": registry.get(model.config.model).DESCRIPTION,
@@ -107,6 +101,18 @@ def run(args: argparse.Namespace) -> None:
   model = load.load(args.workdir, args.step)
   for path in export(model, args.output, args.format, args.dtype):
     print(f"{path}  {path.stat().st_size:,} bytes")
+
+
+def _without_folders(value: Any) -> Any:
+  """Names files as on any machine: files:/home/me/a.txt becomes files:a.txt."""
+  if not isinstance(value, str):
+    return value
+  parts = []
+  for part in value.split(","):
+    kind, colon, path = part.rpartition(":")
+    here = path.startswith(("/", "~")) and not path.startswith("//")  # No address.
+    parts.append(kind + colon + pathlib.PurePath(path).name if here else part)
+  return ",".join(parts)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -78,9 +78,10 @@ def check_backend(args: argparse.Namespace) -> None:
     if unfit and (value := getattr(args, flag)):
       raise ConfigError(f"--{flag} is {value!r}, but {reason}; {remedy}.")
   many = re.search(r"(-[Nn]|--(nodes|ntasks\S*?))[ =]?([2-9]|1\d)", args.slurm_options)
-  reason = "--launch trains one run" * bool(launch)
-  reason = reason or "of the tasks of --slurm_options one would train" * bool(many)
-  if reason and args.vectorize > 1:
+  if args.vectorize > 1 and (launch or many):
+    reason = "of the tasks of --slurm_options one would train"
+    if launch:
+      reason = "--launch trains one run"
     raise ConfigError(
       f"--vectorize is {args.vectorize}, but {reason}; leave one of them out."
     )
