@@ -35,12 +35,13 @@ hypothesis.settings.load_profile("any time")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # LLVM does not optimise, and gets fewer instructions: together three times as fast. The
-# expensive passes are a quarter of the rest. XLA of JAX 0.12 ends the process for a
-# flag that it no longer knows.
+# expensive passes are a quarter of the rest; more LLVM modules per program, an eighth.
+# XLA of JAX 0.12 ends the process for a flag that it no longer knows.
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
   QUICK_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"
   QUICK_TO_COMPILE += " --xla_llvm_disable_expensive_passes=true"
+  QUICK_TO_COMPILE += " --xla_cpu_parallel_codegen_split_count=1"
 # {tier: what its tests need}; a test without a mark is in the default tier.
 TIERS = {"integration": "processes, kills, long compiles", "slow": "minutes each"}
 # These take longest, so they begin first, and the workers end together.

@@ -54,7 +54,7 @@ from diloco.config import default_config
 
 def count(size):
   c = default_config()
-  c.model.update({"num_layers": 12, "dim": 32, "num_heads": 1, "dtype": "float32"})
+  c.model.update({"num_layers": 6, "dim": 32, "num_heads": 1, "dtype": "float32"})
   c.model.update({"vocab_size": 2048, "seq_len": 128, "remat": "full"})
   c.train.batch_size, c.train.steps = 8, 48
   c.fragments.size, c.sync_every, c.overlap.tau = size, 16, 5
@@ -69,7 +69,7 @@ def count(size):
   return events.count("/jax/core/compile/backend_compile_duration")
 
 jax.config.update("jax_enable_compilation_cache", False)
-print(json.dumps([count(size) for size in (12, 3, 1)]))
+print(json.dumps([count(size) for size in (6, 3, 1)]))
 """
 
 
