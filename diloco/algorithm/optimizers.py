@@ -265,8 +265,9 @@ def state_shardings(
 ) -> PyTree:
   """Returns NamedShardings of an optimizer's state.
 
-  A moment has the shape of its parameter, and its path ends in the path of it. It is
-  sharded like the parameter. Every device of a replica holds all other parts whole.
+  A moment has the shape of its parameter, and its path ends with the parameter's path.
+  It is sharded like the parameter. Every device of a replica holds all other parts
+  whole.
 
   Args:
     field: name of the config's field, for error messages.

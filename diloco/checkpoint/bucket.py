@@ -196,7 +196,7 @@ def _read(
 
 
 def _chunks_here(x: jax.Array, name: str) -> Iterator[_File]:
-  """Yields the files of the chunks that this process writes, with copies of them."""
+  """Yields file name and a copy of the data of each chunk that this process writes."""
   chunks = _chunk_shape(x)
   for shard in x.addressable_shards:
     if shard.replica_id == 0 and x.size:

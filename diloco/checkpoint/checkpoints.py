@@ -240,7 +240,7 @@ class Checkpoints:
 
   @contextlib.contextmanager
   def _explained(self, step: int) -> Iterator[None]:
-    """Turns an error that Orbax raises while it writes into one sentence.
+    """While Orbax writes, turns its errors into errors of one sentence.
 
     Raises:
       ConfigError, TryAgain: the checkpoint cannot be written.

@@ -49,7 +49,7 @@ def changed(tree: PyTree, saved: dict[str, int], peers: Peers) -> list[str]:
 def _sum(
   tree: PyTree, peers: Peers, chosen: Callable[[Shard], bool]
 ) -> dict[str, tuple[int, int]]:
-  """Adds the chosen shards of all processes.
+  """Sums the checksums of the chosen shards over all processes.
 
   Returns:
     {name: (sum of the checksums, number of elements)}.

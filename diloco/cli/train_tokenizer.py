@@ -32,7 +32,7 @@ from diloco.util import command
 from diloco.util.files import write
 
 SPACE = "▁"  # SentencePiece writes spaces so.
-# SentencePiece skips longer lines, in bytes. A character has at most 4 bytes.
+# SentencePiece skips lines of more bytes than this. A character has at most 4 bytes.
 _MAX_LINE = 100_000
 
 

@@ -52,7 +52,7 @@ def basis(config: Mapping[str, Any], contents: Mapping[str, str]) -> Basis:
 
 
 def model_fields(run: Basis) -> list[str]:
-  """Lists the fields that make the model; an architecture of a plug-in has a group."""
+  """Lists the fields of the model: `model.*`, and the group of a plug-in's model."""
   groups = ("model.", f"{run.fields['model.name']}.")
   return [f for f in run.fields if f.startswith(groups) and f not in FREE_OF_MODEL]
 

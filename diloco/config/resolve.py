@@ -84,7 +84,8 @@ def default_config(*names: str) -> ml_collections.ConfigDict:
   Raises:
     ConfigError: a plug-in cannot be imported.
   """
-  # `resolve` checks types, with better sentences; it also takes 5e8 steps.
+  # No type check here: `resolve` checks types, says more, and accepts 5e8 as a whole
+  # number.
   c = ml_collections.ConfigDict(Config().to_dict(), type_safe=False)
   add_plugins(c, *names)
   return c

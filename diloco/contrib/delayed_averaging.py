@@ -120,7 +120,7 @@ def steps_since(
 
   Args:
     params_M, theta, layers: as for `gradient`; theta is as it was at the send.
-    sent_M: `gradient` at the send.
+    sent_M: what `gradient` returned at the send.
   """
   return jax.tree.map(jnp.subtract, sent_M, gradient(params_M, theta, layers))
 

@@ -1,4 +1,4 @@
-"""Ties-Merging of the replicas' outer gradients (arXiv 2306.01708) at line 10.
+"""Ties-Merging (arXiv 2306.01708) of outer gradients, instead of the mean of line 10.
 
   wire.compressor = "topk"; outer.average = "ties_merging"
 

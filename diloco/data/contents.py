@@ -91,7 +91,7 @@ def keep_tokenizer(workdir: pathlib.Path, tokenizer: Tokenizer) -> None:
 
 
 def _parts(d: DataConfig, split: str) -> Iterable[bytes]:
-  """Yields bytes that differ between different texts."""
+  """Yields the bytes to digest, so that different texts get different digests."""
   if d.source.startswith("tfds:"):
     info = tfds_split(tfds_builder(d.source, d.data_dir), split)
     yield json.dumps([d.source, split, info.shard_lengths, info.num_bytes]).encode()

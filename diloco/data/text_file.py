@@ -90,7 +90,7 @@ class File:
     return self._text(offset, raw)
 
   def scan(self) -> np.ndarray:
-    """Returns a DOCUMENT for each document of a text file, in order.
+    """Returns an array of `DOCUMENT`, one record for each document, in order.
 
     `hash` is equal for equal documents, in this process only. Spaces and empty lines
     around a paragraph do not count; of a line of JSON, the text counts as it is

@@ -184,7 +184,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
       value = _mean(value) if isinstance(value, list) else value
       found[f"{name}/fragment_{record['fragment']}"] = value
     elif isinstance(value, list):
-      # One replica's number is also the mean, which has its own name.
+      # With one replica, its number is the mean, which is logged already.
       several = enumerate(value if len(value) > 1 else [])
       found |= {f"{name}/replica_{i}": x for i, x in several}
     else:

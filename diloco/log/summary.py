@@ -147,7 +147,7 @@ def _few_syncs(c: Config) -> str:
 
 
 def _momentum(c: Config) -> str:
-  """Warns of the papers' outer momentum in a short run; "" if it fits."""
+  """Returns a warning if momentum is the papers' and the syncs are few; else ""."""
   syncs = min(c.num_syncs(), default=_SYNCS_OF_09)
   found = call_text.parse("outer.optimizer", c.outer.optimizer)[1].get("momentum", 0)
   if found < 0.9 or syncs >= _SYNCS_OF_09:

@@ -64,7 +64,7 @@ class LeastSquares(abc.ABC):
 
   @property
   def spare(self) -> int:
-    """Degrees of freedom: n - k; for a law in N and M, at most (sizes N) - j.
+    """Degrees of freedom: n - k; in N and M, at most j fewer than different N.
 
     j counts the parameters that need several N: all but B and beta.
     """

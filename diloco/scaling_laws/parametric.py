@@ -118,7 +118,7 @@ FORMS = (
   ),
 )
 
-# The law of one algorithm, with a floor C: the second form at a single M.
+# The law of one algorithm, with a floor C: the second of FORMS without M^beta.
 FLOOR = Form("A*N^alpha+C", _size, {"A": _A, "alpha": _ALPHA, "C": _C})
 
 

@@ -79,7 +79,7 @@ def measured(params: float, replicas: int, method: str, algorithm: str) -> float
 def own_laws(laws: dict[str, Laws], name: str, algorithm: str) -> tuple[str, Laws]:
   """Finds your own laws by a name such as joint or diloco_M2; returns name and laws.
 
-  Laws of the algorithm itself come first, then laws of diloco, then of streaming.
+  Tries the name itself, then laws of the algorithm, of diloco, of streaming.
 
   Raises:
     ValueError: there are no such laws.

@@ -1,7 +1,8 @@
 """Recommends the hyperparameters and the budget of a run, by scaling laws.
 
 The laws are Tables 7 to 10 of Scaling Laws for DiLoCo (arXiv 2503.09799), or laws
-fitted to your own runs. For the paper's laws, N is 12 layers width^2 + 32,000 width.
+fitted to your own runs. For the paper's laws, N is
+12 * layers * width^2 + 32,000 * width.
 Imports no JAX.
 """
 

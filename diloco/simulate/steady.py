@@ -41,7 +41,8 @@ def make_rules(work: Workload) -> Iterator[Rule]:
   schedule, fragments = work.whole_plan
   nodes = work.nodes_per_step
   length = nodes * schedule.sync_every
-  # In the order of the link: compute nodes before the request and before the need.
+  # In the order of sending: how many compute nodes come before the request, and before
+  # the need.
   reductions = sorted(
     (
       schedule.offset(p) * nodes + 3 * work.layers - 2 * layer - (layer == 0),

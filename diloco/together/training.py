@@ -200,7 +200,7 @@ def train(runs: Sequence[Member]) -> bool:
 def join(
   method: Method, runs: Sequence[Run], states: Sequence[TrainState], first: PyTree
 ) -> Joined:
-  """Makes one method, state and stream of tokens of those of the runs; see `Join`."""
+  """Joins the runs to one method, one state and one stream of tokens; see `Join`."""
   together = Together(runs[0].c, method.sync, numbers_of([run.c for run in runs]))
   if states:
     place = NamedSharding(method.sync.mesh, P())

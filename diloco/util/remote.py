@@ -1,4 +1,4 @@
-"""Folders in buckets, by a local copy of their small files. No JAX.
+"""Lets commands read a run in a bucket: copies its small files. No JAX.
 
 A command that is given s3://BUCKET/RUN works in a temporary folder of this machine,
 whose path ends in s3/BUCKET/RUN. Checkpoints are not copied (`checkpoint/bucket.py`).

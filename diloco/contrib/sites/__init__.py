@@ -28,9 +28,9 @@ class SitesConfig(plugins.Extension):
   count: Count = 0
   # Fewest payloads with which a round closes.
   quorum: Positive = 1
-  # After the quorum, a round waits for the other sites until it is needed: for what is
-  # left of tau inner steps, whose time is measured, and at most for so many seconds. If
-  # tau is 0, it waits for so many seconds.
+  # After the quorum, a round waits for late sites until the first sender needs the
+  # result, tau inner steps after its send (the time of a step is measured). It waits at
+  # most for this many seconds. If tau is 0, it waits for this many.
   grace_s: NonNegative = 20.0
   # A round waits for at least so many seconds after the quorum, if grace_s is not
   # less: networks and machines vary.

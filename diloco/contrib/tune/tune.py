@@ -82,7 +82,7 @@ def candidates(c: Config, devices: Sequence[jax.Device]) -> Iterator[list[Fields
 def search(
   c: Config, timer: Timer, groups: Sequence[list[Fields]], out: TextIO | None = None
 ) -> Fields:
-  """Prints the rows; returns the fastest fields that differ from the config's.
+  """Prints the rows; returns the fastest values, without those of the config.
 
   Args:
     groups: from `candidates`.

@@ -30,7 +30,7 @@ class Seen:
     changed_at: when the record changed last.
     session: of the process that is in; "": none is.
     ready: the record's `ready` that `Rounds` knows.
-    refused: rounds whose payload is none.
+    refused: rounds for which this site sent a payload that cannot be read.
   """
 
   record: Record | None = None

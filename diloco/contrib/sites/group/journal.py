@@ -1,8 +1,8 @@
 """The closed rounds of a group: a file for each, which is written once. No JAX.
 
 These files decide which rounds are closed. A holder of the lease that finds a round
-there takes it as it is. With each snapshot of the outer state, old rounds are deleted;
-the head of the snapshot keeps all that people want to know of them. `rounds.jsonl` is
+there takes it as it is. Each snapshot of the outer state deletes old rounds; its file
+`.head` keeps their lines of `rounds.jsonl`. `rounds.jsonl` is
 only for people: it has a line for each round, and is made again of these files.
 """
 

@@ -177,7 +177,7 @@ class Link:
     return [k for k, own in shards.items() if not known >= {*own}]
 
   def applied(self, number: int, digest: int) -> None:
-    """Takes the digest of a fragment's outer state after a round."""
+    """Records the digest of a fragment's outer state after a round."""
     p = self._calendar.rounds[number][1]
     with self._changed:
       if before := self._digests.get(number):
