@@ -109,13 +109,13 @@ class Streaming:
         )
         params_M, state, events = method.step(t, params_M, state)
 
-    The first inner step after a send then hides the exchange, on TPUs and GPUs
-    (docs/aot.md); others are your step alone. With tau = 0, with transport="host" and
-    where one device holds all replicas, all are.
+    On TPUs and GPUs the first inner step after a send then hides the exchange
+    (docs/aot.md). Every other inner step is your step alone. If tau is 0, if transport
+    is "host", or if one device holds all replicas, all inner steps are.
 
     Args:
-      train_step: takes params_M, opt_state_M and more arguments, and returns params_M,
-        opt_state_M and metrics, all of them trees of arrays. It is jitted here.
+      train_step: called as train_step(params_M, opt_state_M, *more); returns
+        params_M, opt_state_M and metrics, which are trees of arrays. It is jitted here.
 
     Returns:
       The step; it donates params_M and opt_state_M, and raises a ConfigError if the

@@ -10,10 +10,10 @@ python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06 --curve=runs
 DiLoCo with some M, H, tau and number format. It shows utilisation, bytes that a replica
 sends per token, the final loss above data-parallel with its 90% interval, and the hours
 of the whole run. Only rows are shown that no other row beats in both hours and loss
-(--all shows all). The last line recommends one, and the rule by which it does: with
---target the fastest to this loss, else the smallest loss among those that reach a
-utilisation of 0.95. With several --gbits, the rows are those that are recommended.
---out draws hours and loss of all settings at each rate, and marks the shown rows.
+(--all shows all). The last lines recommend one row and say the rule: with --target the
+fastest to this loss, else the smallest loss among those that reach a utilisation of
+0.95. With several --gbits, each row is the recommended one of its rate. --out draws
+hours and loss of all settings at each rate, and marks the recommended one.
 
 Time comes from the simulator (`steady.py`). The loss comes from measurements: those of
 `plan.csv` for N, M and H, interpolated over their logarithms, and `LATE` for tau. E3M0
