@@ -1,4 +1,4 @@
-"""Checks whether a run may go on with a config; says what an extension changes."""
+"""Checks whether a run may go on with a config; says what a longer run changes."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -9,7 +9,7 @@ from diloco.config.resolve import leaves
 HELD_OUT, CONTENT = "the held-out tokens", "the content of "
 # The training text: runs of different ones may be compared by one held-out text.
 TRAINED_ON = ("data.source", "data.train_split")
-# {what a run knows by content: the fields that choose it}
+# {what is compared by its content: the fields that choose it}
 _CHOSEN_BY = {
   "data.tokenizer": ("data.tokenizer",),
   "data.source": TRAINED_ON,

@@ -128,7 +128,7 @@ def plugins_of(v: Mapping[str, Any]) -> tuple[str, ...]:
     raise ConfigError(
       f"plugins is {names!r}; give names or paths, as ('sparta', './mine.py')."
     )
-  # Nobody need name a transport twice.
+  # `overlap.transport` names its plug-in already.
   given += {str(v.get("overlap.transport"))}.intersection(plugins.contrib())
   return tuple(dict.fromkeys(given))
 

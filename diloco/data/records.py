@@ -1,8 +1,9 @@
 """Records of TFRecord and ArrayRecord files and of tables, in order.
 
 A TFRecord file is a sequence of (length: uint64, CRC of the length: uint32, bytes, CRC
-of the bytes: uint32), little-endian. Each CRC-32C (RFC 3720) is stored rotated right by
-15 bits plus 0xA282EAD8. The reader checks both CRCs of every record that it yields.
+of the bytes: uint32), little-endian. Of each CRC-32C (RFC 3720) the file stores (CRC
+rotated right by 15 bits) + 0xA282EAD8. The reader checks both CRCs of every record that
+it yields.
 """
 
 import io

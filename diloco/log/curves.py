@@ -28,7 +28,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
-  """Returns the mean of each value, those `reach` before and those `reach` after."""
+  """Averages each value with the `reach` values before and after it."""
   import pandas as pd  # Slow to import.
 
   window = pd.Series(values).rolling(2 * reach + 1, min_periods=1, center=True)

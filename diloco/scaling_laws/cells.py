@@ -220,7 +220,7 @@ def _best(runs: pd.DataFrame, axes: Sequence[str]) -> dict:
 def _axis_problem(
   best: pd.Series, runs: pd.DataFrame, axis: str, axes: Sequence[str]
 ) -> str | None:
-  """Says what is wrong with an axis around the best run; None if nothing is wrong.
+  """Says why the best run is not interior along an axis; None if it is.
 
   The neighbours are the runs with the best run's values on the other axes.
   """

@@ -128,7 +128,7 @@ def floor_fit(algorithm: str, sizes: str = "words") -> parametric.Optimum:
 
 
 def _points(algorithm: str, sizes: str) -> tuple[Array, Array, Array]:
-  """Returns N, M and loss of an algorithm in Table 4; `joint` means all of DiLoCo."""
+  """Returns N, M and loss of an algorithm in Table 4; `joint`: DiLoCo with every M."""
   _check_algorithm(algorithm)
   if algorithm == "joint":
     return loss_grid(sizes)

@@ -1,7 +1,8 @@
 """Computes the utilisation of a run without end, by the rules of `utilisation.py`.
 
 In the long run every round of H steps takes the same time: the shortest time for which
-a periodic timetable keeps the rules (Reiter, 1968, "Scheduling Parallel Computations").
+a periodic timetable can meet all rules (Reiter, 1968, "Scheduling Parallel
+Computations").
 A linear program finds it exactly. Its unknowns are the time of a round and the moments
 at which the link or the devices may have to wait.
 """
@@ -136,7 +137,7 @@ def _solve(
       both is None: it is the unknown.
 
   Returns:
-    The unknown; 0 if no transfer is possible.
+    Whichever of the two was None; 0 if no transfer is possible.
   """
   after, before, rounds, nodes, layer = np.array(list(make_rules(work))).T
   share = np.append(work.params_per_layer, 0)[layer] / sum(work.params_per_layer)

@@ -28,7 +28,7 @@ class Chart:
     against: chooses the point with which a point is compared. Empty: the sweep's first
       cell. PLAIN: data-parallel at the same x. Else a key of the points, whose value is
       the x of the other point.
-    along: the column along the x axis of the figure, if it is not `x`; numbers.
+    along: the column with the numbers of the x axis; "": `x`.
     words: {key: {value of the points: what the table and the figure say}}.
   """
 

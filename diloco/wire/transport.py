@@ -201,8 +201,8 @@ def _sources(mesh: Mesh) -> np.ndarray:
   for TPU splits a permutation that does both, and then overlaps only a part.
 
   Returns:
-    ints [n, n]: in permutation s, group i gets the payload of group [s, i]. Permutation
-    0 moves nothing.
+    ints x [n, n]: in permutation s, group i gets the payload of group x[s, i].
+    Permutation 0 moves nothing.
   """
   n, slices = mesh.shape[REPLICA], sharding.num_slices(mesh)
   shape = (slices, n // slices) if n % slices == 0 else (1, n)

@@ -28,7 +28,7 @@ from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.model import registry
 from diloco.util.types import PyTree
 
-# Part of a step's sequences, to bound the cost: a merge needs two forward passes.
+# One in so many sequences of a step is used, because a merge needs two forward passes.
 _SHARE = 8
 
 

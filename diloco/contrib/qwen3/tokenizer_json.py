@@ -110,7 +110,7 @@ def _model(models: Any, proto: Any, pieces: list[Any], names: list[str]) -> Any:
       byte_fallback=trainer.byte_fallback,
     )
   best = max((x.score for x in proto.pieces if x.type == NORMAL), default=0.0)
-  # SentencePiece prefers user-defined symbols by this score.
+  # SentencePiece gives user-defined symbols this score, so that they win.
   prefer = lambda x: len(x.piece.encode()) * best - 0.1
   scores = [
     0.0 if x is None else prefer(x) if x.type == USER_DEFINED else x.score

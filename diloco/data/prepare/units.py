@@ -39,7 +39,7 @@ def run_units(
 
   Raises:
     ConfigError: a process was killed.
-    Exception: a unit raised it, as the first one. Finished files stay.
+    Exception: the first that a unit raised. Finished files stay.
   """
   sizes = {path: sum(p.size for p in pieces) for path, pieces in units.items()}
   missing = [path for path in units if not path.is_file()]
