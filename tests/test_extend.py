@@ -64,7 +64,7 @@ def test_a_plugin_is_given_by_path_and_its_run_keeps_the_file(tmp_path):
   code = EXAMPLES["one_bit"].replace('"one_bit"', '"by_path"')
   path = tmp_path / "by_path.py"
   path.write_text(code.replace("return 4 * n + -(-n * s // 8)", "return 8 * n"))
-  c = check_plugin.tiny(str(path), {"wire.compressor": "by_path"})
+  c = check_plugin.tiny(str(path), ["wire.compressor=by_path"])
   assert c.plugins == ("by_path",)
   with pytest.raises(ConfigError, match=r"payload of 3 x 40 values is uint8 \(27,\)"):
     check_plugin.size(c, [])
