@@ -87,7 +87,7 @@ def bits(transport: str) -> dict:
     sync = make_streaming(c, mesh)
     s = Method(c, sync).init()
     for steps in conftest.spans(Method(c, sync), 0, last, (c.eval.every,)):
-      overlaps = Method(c, sync).overlap_steps(steps[0] - 1) > 0
+      overlaps = sync.overlap_steps(steps[0] - 1) > 0
       tokens = [tokens_of(c, mesh, t) for t in steps]
       s, metrics = Method(c, sync).inner(steps, s, tokens)
       hidden += overlaps

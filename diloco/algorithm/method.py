@@ -26,7 +26,6 @@ from diloco.algorithm.inner import InnerMetrics, inner_step
 from diloco.algorithm.optimizers import Tuned, judged, tuned
 from diloco.algorithm.state import (
   Event,
-  InFlight,
   TrainState,
   abstract_inner,
   first_replica,
@@ -93,10 +92,6 @@ class Method:
     """Joins the run with the state after step t; returns where training goes on."""
     return t, state
 
-  def overlap_steps(self, t: int) -> int:
-    """Counts the inner steps that share a program with the exchange after step t."""
-    return self.sync.schedule.overlap_steps(t) if self.sync.transport.overlaps else 0
-
   def span(self, t: int, last: int, periods: Sequence[int]) -> range:
     """Returns the inner steps after step t that are launched together.
 
@@ -109,7 +104,7 @@ class Method:
       periods: a range ends at every multiple of a period; 0 means never.
     """
     ends = [last - t, *(period - t % period for period in periods if period)]
-    return range(t + 1, t + 1 + min(max(self.overlap_steps(t), 1), *ends))
+    return range(t + 1, t + 1 + min(max(self.sync.overlap_steps(t), 1), *ends))
 
   def inner(
     self, steps: range, state: TrainState, tokens: list[jax.Array]
@@ -125,7 +120,7 @@ class Method:
       The state after the steps and the metrics of each step; waits for neither.
     """
     c, sync, numbers = self.c, self.sync, tuned(self.c)
-    if not self.overlap_steps(steps[0] - 1):
+    if not self.sync.overlap_steps(steps[0] - 1):
       [tokens_MxBxL] = tokens
       params_M, opt_state_M, metrics = inner_step(
         state.params,
@@ -149,9 +144,7 @@ class Method:
       c=c,
       mesh=sync.mesh,
     )
-    received = {p: InFlight(x, arrived=True) for p, x in zip(sent, arrived)}
-    in_flight = {**state.outer.in_flight, **received}
-    outer = dataclasses.replace(state.outer, in_flight=in_flight)
+    outer = state.outer.with_arrived(sent, arrived)
     return TrainState(params_M, opt_state_M, outer), by_step[: len(tokens)]
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import flax.struct
@@ -74,6 +74,18 @@ class OuterState:
       theta=replaced(self.theta, p, theta),
       opt_state=replaced(self.opt_state, p, opt_state),
     )
+
+  def with_arrived(
+    self, sent: Sequence[int], payloads: Sequence[jax.Array]
+  ) -> "OuterState":
+    """Returns the state after an exchange that inner steps hid.
+
+    Args:
+      sent: the fragments in flight whose payloads were exchanged.
+      payloads: everyone's payloads of each.
+    """
+    arrived = {p: InFlight(x, arrived=True) for p, x in zip(sent, payloads)}
+    return dataclasses.replace(self, in_flight={**self.in_flight, **arrived})
 
   def with_own(self, p: int, name: str, own: PyTree) -> "OuterState":
     """Returns the state with another state of the plug-in `name` for fragment p."""

@@ -170,6 +170,10 @@ class Streaming:
     schedule = dataclasses.replace(self.schedule, drained=step)
     return dataclasses.replace(self, schedule=schedule)
 
+  def overlap_steps(self, t: int) -> int:
+    """Counts the inner steps that share a program with the exchange after step t."""
+    return self.schedule.overlap_steps(t) if self.transport.overlaps else 0
+
   def close(self) -> None:
     """Ends the thread of `OnHosts`, if there is one; waits for nothing."""
     self.place.close()

@@ -27,7 +27,7 @@ from jax.tree_util import KeyPath
 
 from diloco.algorithm import streaming as algorithm
 from diloco.algorithm.optimizers import Outer
-from diloco.algorithm.state import Event, InFlight, OuterState
+from diloco.algorithm.state import Event, OuterState
 from diloco.config.resolve import check_some
 from diloco.errors import ConfigError
 from diloco.library import arguments
@@ -127,18 +127,15 @@ class Streaming:
       t: int, params_M: PyTree, opt_state_M: PyTree, state: OuterState, *more: PyTree
     ) -> tuple[PyTree, PyTree, PyTree, OuterState]:
       t = self._check("t", t, 1, state)
-      hides = self.sync.transport.overlaps and self.sync.schedule.overlap_steps(t - 1)
-      sent = self.sync.schedule.sends(t - 1) if hides else ()
-      if not sent:
+      if not self.sync.overlap_steps(t - 1):
         return *alone(params_M, opt_state_M, *more), state
+      sent = self.sync.schedule.sends(t - 1)
       payloads = [state.in_flight[p].payload for p in sent]
       kind = {"train_step": train_step, "mesh": self.sync.mesh}
       done, arrived = overlapped_step(
         np.int32(1), params_M, opt_state_M, more, payloads, **kind
       )
-      received = {p: InFlight(x, arrived=True) for p, x in zip(sent, arrived)}
-      in_flight = {**state.in_flight, **received}
-      return *done, dataclasses.replace(state, in_flight=in_flight)
+      return *done, state.with_arrived(sent, arrived)
 
     return step
 

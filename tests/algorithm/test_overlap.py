@@ -1,5 +1,6 @@
 """How a run is cut into the ranges of inner steps that are launched together."""
 
+import functools
 import itertools
 import types
 
@@ -9,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.algorithm.method import Method
+from diloco.algorithm.streaming import Streaming
 from diloco.spec.schedule import Schedule
 
 
 def make(schedule: Schedule, overlaps: bool = True) -> Method:
   transport = types.SimpleNamespace(overlaps=overlaps)
   sync = types.SimpleNamespace(schedule=schedule, transport=transport)
+  sync.overlap_steps = functools.partial(Streaming.overlap_steps, sync)
   return Method(None, sync)
 
 
