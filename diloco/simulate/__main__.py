@@ -35,7 +35,13 @@ from diloco.simulate.arguments import (
 from diloco.simulate.limits import NO_ROUNDS, check
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.util import palette, shipped
-from diloco.util.command import Parser, guarded, make_folder, parse_count
+from diloco.util.command import (
+  Parser,
+  check_picture,
+  guarded,
+  make_folder,
+  parse_count,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,6 +101,7 @@ def draw(args: Args) -> Answer:
 
   if args.keys() & {"config", "step_time", "latency", *arguments.COMPUTE}:
     check("figure with --config", args["name"], ["s4"])
+    check_picture(args["out"], "s4.png")
     work = workload(args)
     one = functools.partial(
       figures.of_config, args["config"], work.step_time, work.latency

@@ -124,6 +124,10 @@ GIVEN = {
     ("bandwidth {} --chips=2 --mfu=5", "mfu is 5.0, but must be above 0 and at most 1"),
     ("bandwidth --params=-1", "--params is '-1'; write one such as 35M, 2.4B or 4e9"),
     ("figure c10 --out=/proc/none", "--out is '/proc/none', where nothing can"),
+    (
+      "figure s4 {} --chips=2 --out=s4.xyz",
+      "--out is 's4.xyz'; give a file such as s4",
+    ),
   ],
 )
 def test_arguments_without_effect_are_refused(args, message, capsys):

@@ -19,9 +19,9 @@ Time comes from the simulator (`steady.py`). The loss comes from measurements: t
 `plan.csv` for N, M and H, interpolated over their logarithms, and `LATE` for tau. E3M0
 and float32 count as equal (+0.1 ± 0.3% in docs/claims.csv). The end of a row says
 from which sizes, and what was not measured. A size whose runs all have another M is
-left out. A loss is 0 ± x if zero lies inside its interval. Above the
-largest measured M or H the line through the last two goes on; beyond the other ends the
-nearest value counts.
+left out. A loss is 0 ± x if zero lies inside its interval. Above the largest measured M
+or H the line through the last two goes on; beyond the other ends the nearest value
+counts.
 
 What syncs compute, --sync_time seconds of each round, lengthens a run and is no part of
 the utilisation.
@@ -53,7 +53,7 @@ from diloco.simulate.utilisation import Workload
 from diloco.spec.fields import Range
 from diloco.spec.shapes import matrix_params
 from diloco.util import palette
-from diloco.util.command import as_path
+from diloco.util.command import as_path, check_picture
 
 if TYPE_CHECKING:  # Matplotlib is slow to import.
   from matplotlib.figure import Figure
@@ -146,14 +146,18 @@ def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
     half = math.hypot(half, float(np.interp(tau, taus, wide)))
     outside += [f"alpha = {c.overlap.alpha:g}"] * (known is None)
     outside += [f"tau = {tau}"] * (tau > taus[-1])
-  known_sizes = sorted({x.params for x in mine})
-  low = max((v for v in known_sizes if v <= n), default=known_sizes[0])
-  high = min((v for v in known_sizes if v >= n), default=known_sizes[-1])
+  low, high = _around(n, sorted({x.params for x in mine}))
   say = lambda v: f"{v / 1e9:g}B" if v >= 1e9 else f"{v / 1e6:.3g}M"
   source = ", ".join(map(say, sorted({low, high})))
   source = f"from {source}, {'one run' if low >= SMALL else 'three seeds'}"
   missing = ", ".join(dict.fromkeys(outside))
   return percent, half, f"{source}; not measured: {missing}" if missing else source
+
+
+def _around(value: float, known: Sequence[float]) -> tuple[float, float]:
+  """Returns the nearest values below and above; at an end, the last one twice."""
+  low = max((v for v in known if v <= value), default=known[0])
+  return low, min((v for v in known if v >= value), default=known[-1])
 
 
 _LETTERS = {"params": "N", "replicas": "M", "sync_every": "H"}
@@ -172,8 +176,7 @@ def _between(
     return some[0].percent, some[0].half, []
   (name, value), *rest = at.items()
   known = sorted({getattr(x, name) for x in some})
-  low = max((v for v in known if v <= value), default=known[0])
-  high = min((v for v in known if v >= value), default=known[-1])
+  low, high = _around(value, known)
   far = not low <= value <= high or (name == "params" and high > 10 * low)
   if value > high and name != "params":  # The line through the last two goes on.
     low, high = known[-2:] if known[1:] else (high, high)
@@ -216,6 +219,8 @@ def plan(args: Args) -> Answer:
     raise ConfigError("--config is missing; plan needs one, such as --config=sample.")
   if "curve" in args and "target" not in args:
     raise ConfigError("--curve is only for --target; give both, or none of them.")
+  if "out" in args:
+    check_picture(args["out"], "plan.png")
   base = arguments.workload(args)
   rows = every_row(args, base)
   if "target" in args:

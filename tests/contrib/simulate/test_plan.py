@@ -265,6 +265,7 @@ def test_a_target_that_no_setting_reaches_is_told(capsys, monkeypatch):
     ([*SAMPLE, "--gbits=1", "--replicas=3"], "batch_size is 4, which replicas = 3"),
     ([*SAMPLE, "--gbits=1", "--target=0"], "target is 0.0, but must be above 0"),
     ([*SAMPLE, "--gbits=1", "--sync_time=-1"], "sync_time is -1.0, but must be"),
+    ([*SAMPLE, "--gbits=1", "--out=plan.xyz"], "--out is 'plan.xyz'; give a file such"),
     (SAMPLE, "the following arguments are required: --gbits"),
   ],
 )
