@@ -2,9 +2,8 @@
 
 In the long run every round of H steps takes the same time: the shortest time for which
 a periodic timetable can meet all rules (Reiter, 1968, "Scheduling Parallel
-Computations").
-A linear program finds it exactly. Its unknowns are the time of a round and the moments
-at which the link or the devices may have to wait.
+Computations"). A linear program finds it exactly. Its unknowns are the time of a round
+and the moments at which the link or the devices may have to wait.
 """
 
 import itertools

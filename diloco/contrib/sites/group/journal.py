@@ -2,8 +2,8 @@
 
 These files decide which rounds are closed. A holder of the lease that finds a round
 there takes it as it is. Each snapshot of the outer state deletes old rounds; its file
-`.head` keeps their lines of `rounds.jsonl`. `rounds.jsonl` is
-only for people: it has a line for each round, and is rebuilt from these files.
+`.head` keeps their lines of `rounds.jsonl`. `rounds.jsonl` is only for people: it has a
+line for each round, and is rebuilt from these files.
 """
 
 import contextlib
