@@ -9,9 +9,10 @@ import os
 import re
 
 # What the system answers when a person has named a wrong path or lacks a right. All
-# other answers may pass: a time-out, a stale handle, too many open files, a full disk.
+# other answers may pass: a time-out, a stale handle, too many open files, a full disk,
+# a file system that is read-only after a fault.
 _MENDED_BY_A_PERSON = {
-  *(errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR),
+  *(errno.EPERM, errno.EACCES, errno.ENOENT, errno.EEXIST, errno.ENOTDIR),
   *(errno.EISDIR, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP, errno.EXDEV),
   *(errno.EINVAL, errno.EFBIG, errno.E2BIG, errno.ENOEXEC, errno.ENODEV, errno.ENXIO),
   *(errno.ENOSYS, errno.ENOTSUP, errno.EADDRNOTAVAIL),

@@ -24,11 +24,21 @@ def raised_from(error: Exception, cause: Exception) -> Exception:
 
 
 MENDED = (
-  *("EACCES", "EPERM", "EROFS", "ENOENT", "ENOTDIR", "EISDIR", "EEXIST", "EINVAL"),
+  *("EACCES", "EPERM", "ENOENT", "ENOTDIR", "EISDIR", "EEXIST", "EINVAL"),
   *("ENAMETOOLONG", "EFBIG", "ELOOP", "ENOSYS"),
 )
 PASSING = (
-  *("ENOSPC", "EDQUOT", "EMFILE", "ENFILE", "ESTALE", "EIO", "ENOMEM", "EAGAIN"),
+  *(
+    "ENOSPC",
+    "EDQUOT",
+    "EMFILE",
+    "ENFILE",
+    "EROFS",
+    "ESTALE",
+    "EIO",
+    "ENOMEM",
+    "EAGAIN",
+  ),
   *("ETIMEDOUT", "EINTR", "ECONNRESET", "EPIPE", "EADDRINUSE", "ENETUNREACH"),
 )
 TENSORSTORE = ValueError("Error writing local file [os_error_code='24' ...]")

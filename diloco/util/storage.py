@@ -21,7 +21,7 @@ from diloco.util.files import is_address, local_path
 
 _STALE_S = 3600.0  # An unfinished file that is so old is of a process that was killed.
 # Errors of a folder that only a person can mend.
-_LASTING = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG}
+_LASTING = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
 # What file systems without hard links answer.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 _TRIES = {"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)}
