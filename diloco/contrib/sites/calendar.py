@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 from diloco.config import Config, changed
 from diloco.contrib.sites import SitesConfig
@@ -84,18 +85,20 @@ class Calendar:
     # The final sync comes after the last step.
     return min(step, open_step - 1, self.config.train.steps)
 
-  def steps_behind(self, number: int, since: int) -> int:
+  def steps_behind(self, number: int, since: int, skipped: Sequence[int] = ()) -> int:
     """Counts the inner steps of this site behind its payload of a round.
 
     Args:
       number: the round.
       since: the last step that the site took over from the group, instead of training.
+      skipped: steps that the site left out.
     """
     step, fragment = self.rounds[number]
     before = (t for t, p in reversed(self.rounds[:number]) if p == fragment)
     begin, end = max(next(before, 0), since), min(step, self.config.train.steps)
     # At least 1: a final sync right after a send has no steps behind it.
-    return max(self.trained(end) - self.trained(begin), 1)
+    left_out = sum(begin < t <= end for t in skipped)
+    return max(self.trained(end) - self.trained(begin) - left_out, 1)
 
   def first_after(self, step: int) -> int:
     """Returns the first round that is sent after a later step than `step`."""

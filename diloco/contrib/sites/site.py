@@ -113,6 +113,8 @@ class Site(Method):
     self._applied = 0  # Rounds below this number are in the site's outer state.
     self._taken = 0  # All replicas have merged the rounds below this number.
     self._since = 0  # The last step that was taken over from the group.
+    self._is_behind = False  # Whether the last payload came too late.
+    self._skipped = list[int]()  # Steps that the site left out, because it was behind.
     # {round that this site has sent and not merged: compressor state before the send}
     self._pending = dict[int, PyTree]()
     self._ready = False
@@ -207,17 +209,32 @@ class Site(Method):
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
     """Runs lines 6 to 12 after inner step t, and after later steps that are skipped.
 
-    A late site takes the group's step. A site with sites.pace below 1 trains only some
-    of the group's steps, but sends and merges after all.
+    A late site takes the group's step. It sends and merges after all steps of the
+    group, also after those that it does not train.
     """
-    self._events, calendar, first = [], self._calendar, t
+    self._events, first = [], t
     t, state = self._outer(t, state)
     last = self.part.config.train.steps
-    while t < last and calendar.trained(t + 1) == calendar.trained(t):
+    while t < last and not self._trains(t + 1):
       t, state = self._outer(t + 1, _at_step(state, t + 1))
     if reaches(first, t, self.part.config.checkpoint.every):
       self._offer(state)
     return t, state, self._events
+
+  def _trains(self, step: int) -> bool:
+    """Whether the site trains a step; with sites.pace below 1, it trains only some.
+
+    After a payload that came too late, the site leaves out one step. Otherwise it would
+    stay behind by the time that a closed round needs to reach it.
+    """
+    if self._calendar.trained(step) == self._calendar.trained(step - 1):
+      return False
+    if self._is_behind:
+      self._is_behind = False
+      self._skipped = [*self._skipped[-self._calendar.config.sync_every :], step]
+      self._account["skipped_steps"] += 1
+      return False
+    return True
 
   def _outer(self, t: int, state: TrainState) -> tuple[int, TrainState]:
     if not self._ready:
@@ -300,7 +317,8 @@ class Site(Method):
     if self._restored_at is None and not all(ok for ok, _ in parts):
       return self._restore(t, state, "its parameters are not finite")
     data = np.asarray(sync.transport.carry(payload).addressable_data(0)).tobytes()
-    c, steps = self.part.config, self._calendar.steps_behind(number, self._since)
+    steps = self._calendar.steps_behind(number, self._since, self._skipped)
+    c = self.part.config
     per_step = c.tokens_per_step // c.replicas
     position = {shard: [t, x] for _, part in parts for shard, x in part.items()}
     fields = {"tokens": steps * per_step, "per_step": per_step, "data": position}
@@ -395,6 +413,7 @@ class Site(Method):
   def _miss(self, t: int) -> None:
     """Counts a round that closed without this site; the next ones may wait again."""
     self._account["lost"] += 1
+    self._is_behind = True
     self._link.ready(self._calendar.first_after(t))
 
   def _restore(self, t: int, state: TrainState, reason: str) -> TrainState:
@@ -432,7 +451,7 @@ class Site(Method):
       return t, state
     self._print(f"was late: goes on at step {step} instead of {t}.")
     self._account["skipped_steps"] += step - t
-    self._since = step
+    self._since, self._is_behind = step, True  # The others have gone on since.
     self._link.ready(self._calendar.first_after(step))
     return step, _at_step(state, step)
 

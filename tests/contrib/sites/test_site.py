@@ -258,17 +258,18 @@ def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
   player.enter(steps=EVERY)
   player.miss(4)  # Up to step 12, while the site is at step 3.
   player.step()
-  assert player.t == 12
-  assert player.learning_rate_count() == {12}
+  # The group's step 12, and one more, because news from the group take some time.
+  assert player.t == 13
+  assert player.learning_rate_count() == {13}
   assert player.received() == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0)]
   player.assert_params_are_theta()
   account = player.account()
-  assert (account["lost"], account["skipped_steps"]) == (1, 8)
+  assert (account["lost"], account["skipped_steps"]) == (1, 9)
   assert player.link.firsts[-1] == 4
   # Its next payload weighs the steps that it trains from now on.
-  player.steps(EVERY)
+  player.steps(2)
   assert list(player.link.sent) == [0, 4]
-  assert player.link.sent[4][1]["tokens"] == 3 * 4 * 16
+  assert player.link.sent[4][1]["tokens"] == 2 * 4 * 16
 
 
 def test_a_late_site_waits_for_the_closed_rounds_for_which_the_link_had_no_room():
@@ -278,23 +279,27 @@ def test_a_late_site_waits_for_the_closed_rounds_for_which_the_link_had_no_room(
   player.link.published = player.link.rounds[1:]
   del player.link.rounds[1:]
   player.step()
-  assert player.t == 6 * EVERY
+  assert player.t == 6 * EVERY + 1
   assert player.received() == [(r, 1, 0) for r in range(6)]
 
 
-def test_a_site_that_missed_a_round_sends_nothing_and_says_that_it_is_ready():
+def test_a_site_that_missed_a_round_sends_nothing_and_leaves_out_one_step():
   player = Player()
   player.enter(steps=2)
   player.link.close({1: player.other()})  # The round of step 3.
   player.step()
-  assert player.t == 3
+  # Without step 4 it is in time for the next round.
+  assert player.t == 4
+  assert player.learning_rate_count() == {4}
   assert not player.link.sent
-  assert player.account()["lost"] == 1
+  account = player.account()
+  assert (account["lost"], account["skipped_steps"]) == (1, 1)
   assert player.link.firsts == [0, 1]
-  player.steps(2)
+  player.step()
   assert player.received() == [(0, 1, 0)]
   player.step()
   assert list(player.link.sent) == [1]
+  assert player.link.sent[1][1]["tokens"] == 2 * 4 * 16
 
 
 FEEDBACK = {
@@ -310,15 +315,22 @@ def test_error_feedback_takes_back_a_payload_that_counts_nowhere():
     leaves = jax.tree.leaves(player.state.outer.codec_state[0])
     errors.append(np.concatenate([np.ravel(x) for x in leaves]))
 
-  player.enter()
-  for number in range(2):
-    player.steps(EVERY - TAU * bool(number))
-    error()  # After the send.
+  def close(number):
     data, _ = player.link.sent[number]
-    player.link.close({0: data, 1: player.other()} if number else {1: player.other()})
-    player.steps(TAU)
-    error()  # After the merge.
-  assert player.received() == [(0, 1, 0), (1, 2, 1)]
+    player.link.close({0: data, 1: player.other()})
+
+  player.enter(steps=EVERY)
+  error()  # After the send.
+  player.miss()
+  player.steps(TAU)
+  error()  # After the merge. Step 6 is left out, so the next payload is zero.
+  close(1)
+  player.steps(EVERY)
+  error()
+  close(2)
+  player.steps(TAU)
+  error()
+  assert player.received() == [(0, 1, 0), (1, 2, 1), (2, 2, 1)]
   sent, lost, again, counted = errors
   assert sent.any()
   assert not lost.any()
@@ -403,8 +415,8 @@ def test_a_newcomer_starts_from_the_snapshot():
   player.link.base, player.link.rounds = 9, []
   player.link.news = Welcome(9, {}, snapshot)
   player.step()
-  assert player.t == 27
-  assert player.account()["skipped_steps"] == 12 + (27 - 16)
+  assert player.t == 28
+  assert player.account()["skipped_steps"] == 12 + (28 - 16)
 
 
 def test_a_restarted_site_repeats_no_step_that_the_group_has():
