@@ -60,6 +60,23 @@ def test_check_plugin_accepts_the_plugins_of_the_page(name, tmp_path):
   assert names == [*["size"] * (name == "one_bit"), "jit", "fsdp", "resume"]
 
 
+def test_check_plugin_asks_for_the_fields_that_turn_it_on(tmp_path):
+  path = tmp_path / "asks.py"
+  path.write_text(EXAMPLES["theta_norm"].replace('"theta_norm"', '"asks"'))
+  with pytest.raises(ConfigError, match=r"has the fields asks\.on, and none is given"):
+    check_plugin.cases(str(path), ["wire.format=fp32"])
+  given = ["asks.on=true"]
+  assert check_plugin.cases(str(path), given) == [given]
+
+
+def test_a_fault_in_a_plugin_is_told_with_its_line(tmp_path):
+  path = tmp_path / "faulty.py"
+  path.write_text("import jax\n\nx = Share\n")
+  where = rf"NameError: name 'Share' is not defined \({path}, line 3\); mend it"
+  with pytest.raises(ConfigError, match=where):
+    default_config(str(path))
+
+
 def test_a_plugin_is_given_by_path_and_its_run_keeps_the_file(tmp_path):
   code = EXAMPLES["one_bit"].replace('"one_bit"', '"by_path"')
   path = tmp_path / "by_path.py"

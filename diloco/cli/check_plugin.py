@@ -4,8 +4,8 @@
   python -m diloco check_plugin ./mine.py mine.on=true "wire.compressor=mine(k=3)"
 
 It trains a tiny model on two CPU devices and random tokens. Each name that the file
-registers is tried alone, together with the fields that you give; give those that turn
-the plug-in on. One line per check; exit status 2 if one fails.
+registers is tried alone, together with the fields that you give: those that turn the
+plug-in on. One line per check; exit status 2 if one fails.
 
 size        a compressor's `size` is the length of its payload, which is uint8
 round trip  `decode` returns float32 (N, S); how much the codes lose
@@ -15,6 +15,8 @@ resume      a run that is saved after step 7 and goes on has the same bits
 """
 
 import argparse
+import dataclasses
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import cast
@@ -30,7 +32,7 @@ from diloco.config.command_line import with_flags
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 from diloco.spec import plugins, sizes
-from diloco.util.command import Parser, guarded, one_line
+from diloco.util.command import Parser, guarded, located
 from diloco.util.types import PyTree
 from diloco.wire import compressors
 
@@ -42,10 +44,20 @@ _SHAPES = ((3, 40, 8), (1, 7, 7), (2, 1, 1), (2, 256, 16))
 
 
 def cases(file: str, given: Sequence[str]) -> list[list[str]]:
-  """Imports a plug-in; returns the FIELD=VALUE of each run that tries it."""
+  """Imports a plug-in; returns the FIELD=VALUE of each run that tries it.
+
+  Raises:
+    ConfigError: the plug-in has fields, and none of them is given.
+  """
   names = cast(dict[str, dict[str, object]], plugins.NAMES)
   before = {kind: {*names[kind]} for kind in names}
-  plugins.load([file])
+  for group, kind in plugins.load([file]).items():
+    own = [f"{group}.{field.name}" for field in dataclasses.fields(kind)]
+    if own and not any(field.startswith(f"{group}.") for field in given):
+      raise ConfigError(
+        f"{file} has the fields {', '.join(own)}, and none is given; give those that"
+        f" turn the plug-in on, as in {own[0]}=VALUE."
+      )
   found = [
     [f"{kind}={name}", *given]
     for kind in _KINDS - {field.partition("=")[0] for field in given}
@@ -148,7 +160,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"ok    {title}  {check.__name__}: {check(c, whole)}", flush=True)
       except Exception as error:  # The code of a plug-in may raise anything.
         failed = True
-        print(f"FAIL  {title}  {check.__name__}: {one_line(error)}", flush=True)
+        reason = located(error, str(pathlib.Path(args.file).resolve()))
+        print(f"FAIL  {title}  {check.__name__}: {reason}", flush=True)
         break  # The other checks need this one.
   return 2 if failed else 0
 

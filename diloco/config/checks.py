@@ -7,7 +7,7 @@ sentence with the field, its value and the remedy.
 import numbers
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from diloco.config import combinations
@@ -99,14 +99,16 @@ def _converted(value: Any, kind: Any) -> Any:
   raise TypeError(f"no {base}")
 
 
-def unknown(field: str, known: Iterable[str]) -> str:
+def unknown(field: str, known: Collection[str]) -> str:
   """Returns the end of a sentence about a field that does not exist."""
   if field in plugins.moved():
     _, now, value = plugins.moved()[field]
     hint = plugins.hint(str(value)) or plugins.hint(now)
     return f"; now it is {now}={value!r}{hint}" if now else hint
-  hint = plugins.hint(field)
-  return f"{meant(field, known)}{hint}; diloco.main --print_config shows all"
+  near, group = f"{meant(field, known)}{plugins.hint(field)}", field.partition(".")[0]
+  is_strange = not near and not any(name.startswith(f"{group}.") for name in known)
+  ask = plugins.ASK if is_strange and "." in field else ""
+  return f"{near}{ask}; diloco.main --print_config shows all"
 
 
 def check_together(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypedDict, TypeVar, cast
 
 from diloco.errors import ConfigError
 from diloco.util import files
-from diloco.util.command import meant
+from diloco.util.command import located, meant
 from diloco.util.types import PyTree
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ _FILE = ".py"
 REMOVED = {
   *("delayed_nesterov", "eager", "falling", "gpa", "noloco", "radial", "restarted"),
 }
+
+
+# The end of a sentence about an unknown name.
+ASK = "; if a plug-in has it, name the plug-in in plugins"
 
 
 class NotTrusted(ConfigError):
@@ -316,9 +320,14 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
         _import_file(pathlib.Path(name).expanduser().resolve())
       importlib.import_module(module)
     except Exception as error:  # A module may raise anything.
-      reason = error if isinstance(error, ImportError) else f"it raises {error!r}"
-      ask = f"; is its folder on PYTHONPATH, or is it one of {', '.join(contrib())}?"
-      remedy = f"{hint(name)}." if name in REMOVED else ask
+      path = str(pathlib.Path(name).expanduser().resolve())
+      reason, remedy = f"it raises {located(error, path)}", "; mend it."
+      if isinstance(error, ImportError):
+        reason = str(error)
+        remedy = (
+          f"; is its folder on PYTHONPATH, or is it one of {', '.join(contrib())}?"
+        )
+      remedy = f"{hint(name)}." if name in REMOVED else remedy
       raise ConfigError(f"plugins names {name!r}, but {reason}{remedy}") from error
     places = {n: f"{kind.__module__}." for n, kind in NAMES["fields"].items()}
     # A package may define them in its files.
@@ -427,7 +436,7 @@ def check_name(field: str, name: str, known: Collection[str]) -> None:
     ConfigError: the name is unknown.
   """
   if name not in known:
-    near = hint(name) or meant(name, [*known, *contrib()])
+    near = hint(name) or meant(name, [*known, *contrib()]) or ASK
     raise ConfigError(f"{field} is {name!r}; choose one of {', '.join(known)}{near}.")
 
 
