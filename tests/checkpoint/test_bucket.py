@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 import running
 import tensorstore
+from conftest import first_of
 
 from diloco import train
 from diloco.checkpoint import bucket as bucket_lib
@@ -168,14 +169,17 @@ def start(address, *more):
   return running.start(*words, **pipes)
 
 
-@pytest.mark.integration("kills a run three times")
-def test_killed_three_times_and_resumed_bit_for_bit(server, tmp_path, capsys):
+# With half of the first checkpoint written, with all of the second one but its record,
+# and between the last checkpoint and the summary.
+MOMENTS = ["/4/theta/1/", "/8.json", "/killed/summary.json"]
+
+
+@pytest.mark.parametrize("moments", first_of("kills a run", MOMENTS[1:2], MOMENTS))
+def test_killed_and_resumed_bit_for_bit(server, tmp_path, capsys, moments):
   address, whole = f"s3://bucket/{tmp_path.name}/killed", tmp_path / "whole"
   every = "--config.checkpoint.every=4"
   undisturbed = start(whole, every)
-  # Killed with half of the first checkpoint written, with all of the second one but its
-  # record, and between the last checkpoint and the summary.
-  for moment in ("/4/theta/1/", "/8.json", "/killed/summary.json"):
+  for moment in moments:
     process = start(address, every)
 
     def kill(path, process=process, moment=moment):
@@ -227,7 +231,7 @@ def reads_it(address, whole, tmp_path, capsys):
   assert {"compare.png", "evaluation_12.json"} <= {*names}
 
 
-@pytest.mark.integration("processes")
+@pytest.mark.slow("runs of several processes")
 def test_processes_share_nothing_but_the_bucket(server, tmp_path):
   """Two processes with two devices each save; a single one goes on."""
   address = f"s3://bucket/{tmp_path.name}"

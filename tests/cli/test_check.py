@@ -91,7 +91,7 @@ def test_training_opens_what_the_check_allows(tmp_path, every):
       # Runs that differ in rates and tokens only open alike.
       own = *kind, c.sync_every, c.model, c.train.batch_size
       # More replicas of 35M would take all memory of a small machine.
-      steps = run.startswith("35M") and c.models <= 2 and kind not in stepped
+      steps = every and run.startswith("35M") and c.models <= 2 and kind not in stepped
       stepped |= {kind} if steps else set()
       if own not in seen:
         runs[f"{path}:{run}"] = (int(found.partition(" ")[0]), steps)

@@ -5,16 +5,21 @@ import pytest
 from cpu_devices import run_on_8_devices
 
 LONG = pytest.mark.integration("compiles for eight devices")
+LONGER = pytest.mark.slow("compiles more for eight devices")
 
 
 @pytest.fixture(scope="module")
 def multidevice():
   # test_mesh.py has the traffic of two devices with packed payloads.
-  losses = "losses=1,8,host,one_copy,two_copies,16_bits"
-  parts = (losses, "gradients", "whole_models", "shards", "arrivals", "library")
-  parts += ("traffic=8,chunked_feedback,psum_8,psum_of_4",)
-  parts += ("averages", "coded_moments")
-  return run_on_8_devices(*parts)
+  parts = ("gradients", "whole_models", "shards", "averages", "traffic=8,psum_8")
+  return run_on_8_devices("losses=1,8", *parts)
+
+
+@pytest.fixture(scope="module")
+def more():
+  losses = "losses=8,host,one_copy,two_copies,16_bits"
+  parts = ("arrivals", "library", "traffic=chunked_feedback,psum_of_4")
+  return run_on_8_devices(losses, *parts, "coded_moments")
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +31,11 @@ def attentions():
 def test_the_losses_do_not_depend_on_the_layout(multidevice):
   losses = multidevice["losses"]
   np.testing.assert_allclose(losses["8"], losses["1"], rtol=2e-4)
+
+
+@LONGER
+def test_hosts_and_data_parallel_train_the_same_numbers(more):
+  losses = more["losses"]
   # Hosts update whole tensors that their devices shard. Equal but for rounding: XLA
   # compiles the update of a shard and of the whole differently.
   np.testing.assert_allclose(losses["host"], losses["8"], rtol=1e-6)
@@ -36,10 +46,10 @@ def test_the_losses_do_not_depend_on_the_layout(multidevice):
   assert losses["16_bits"] != losses["two_copies"]
 
 
-@LONG
+@LONGER
 @pytest.mark.parametrize("kind", ["by path", "stacked"])
-def test_the_library_does_not_depend_on_the_layout(multidevice, kind):
-  one, eight = (multidevice["library"][f"{kind}, {n}"] for n in (1, 8))
+def test_the_library_does_not_depend_on_the_layout(more, kind):
+  one, eight = (more["library"][f"{kind}, {n}"] for n in (1, 8))
   for x, y in zip(one, eight, strict=True):
     np.testing.assert_allclose(y, x, rtol=1e-6, atol=1e-5)
 
@@ -73,7 +83,7 @@ def test_splash_trains_data_parallel_like_xla(attentions):
   np.testing.assert_allclose(losses["splash"], losses["xla"], rtol=1e-5)
 
 
-@LONG
+@LONGER
 def test_both_transports_give_the_same_bits_where_a_replica_is_one_device():
   # Quickly compiled programs round the same sums differently.
   bits = run_on_8_devices("bits", optimized=True)["bits"]
@@ -109,10 +119,15 @@ def test_no_device_ever_holds_a_whole_model(multidevice):
     assert found[f"{name} temporaries"] < 2.5, found
 
 
-@LONG
-@pytest.mark.parametrize("layout", ["8", "chunked_feedback"])
-def test_only_the_packed_payload_crosses_between_replicas(multidevice, layout):
-  traffic = multidevice["traffic"][layout]
+@pytest.mark.parametrize(
+  ("parts", "layout"),
+  [
+    pytest.param("multidevice", "8", marks=LONG),
+    pytest.param("more", "chunked_feedback", marks=LONGER),
+  ],
+)
+def test_only_the_packed_payload_crosses_between_replicas(request, parts, layout):
+  traffic = request.getfixturevalue(parts)["traffic"][layout]
   for program in ("inner", "send", "update", "merge"):
     assert traffic[program] == []
   replicas, shards, size = traffic["payload_shape"]
@@ -124,12 +139,12 @@ def test_only_the_packed_payload_crosses_between_replicas(multidevice, layout):
   assert shards == 4
 
 
-@LONG
+@LONGER
 @pytest.mark.parametrize(
   "way", ["1, False", "2, False", "4, False", "3, False", "1, True"]
 )
-def test_two_payloads_arrive_everywhere_in_order(multidevice, way):
-  assert multidevice["arrivals"][way]
+def test_two_payloads_arrive_everywhere_in_order(more, way):
+  assert more["arrivals"][way]
 
 
 @LONG
@@ -156,17 +171,26 @@ def test_data_parallel_reduces_its_gradient_once(multidevice, layout, fsdp):
   assert found["dry_run"] == found["gradient"] + 4 * fsdp
 
 
+@pytest.mark.parametrize(
+  ("parts", "layout"),
+  [
+    pytest.param("multidevice", "psum_8", marks=LONG),
+    pytest.param("more", "psum_of_4", marks=LONGER),
+  ],
+)
+def test_the_ledger_books_what_a_psum_sends(request, parts, layout):
+  traffic = request.getfixturevalue(parts)["traffic"][layout]
+  assert traffic["booked"] == traffic["bytes"]["update"] > 0
+  assert traffic["send"] == traffic["inner"] == []
+  # The reference reduces float32.
+  reduced = {(kind, dtype) for kind, dtype, _ in traffic["update"]}
+  assert reduced == {("all-reduce", "f32")}
+
+
 @LONG
 def test_the_ledger_books_what_the_programs_send(multidevice):
-  of_layout = multidevice["traffic"]
-  assert of_layout["8"]["booked"] == of_layout["8"]["bytes"]["transmit"] > 0
-  # The reference reduces float32.
-  for layout in ("psum_8", "psum_of_4"):
-    traffic = of_layout[layout]
-    assert traffic["booked"] == traffic["bytes"]["update"] > 0
-    assert traffic["send"] == traffic["inner"] == []
-    reduced = {(kind, dtype) for kind, dtype, _ in traffic["update"]}
-    assert reduced == {("all-reduce", "f32")}
+  traffic = multidevice["traffic"]["8"]
+  assert traffic["booked"] == traffic["bytes"]["transmit"] > 0
 
 
 @LONG
@@ -177,5 +201,10 @@ def test_averages_send_the_bytes_that_are_booked(multidevice, layout):
   assert set(found["booked"]) == {"sparta", "second_moments"}
   assert found["right"]
   assert found["changed"] == found["expected"]
-  crossing, booked = multidevice["coded_moments"][layout]  # In four bits.
+
+
+@LONGER
+@pytest.mark.parametrize("layout", ["8", "4 of 4"])
+def test_coded_averages_send_the_bytes_that_are_booked(more, layout):
+  crossing, booked = more["coded_moments"][layout]
   assert crossing == booked > 0

@@ -145,7 +145,7 @@ def test_runs_stopped_together_go_on_together_or_alone(tmp_path, alone, monkeypa
     check(folder, alone("streaming", point))
 
 
-@pytest.mark.integration("groups of whole runs")
+@pytest.mark.slow("groups of whole runs")
 def test_a_run_that_diverges_leaves_the_others_alone(tmp_path, alone):
   """Also shows the process that a sweep starts."""
   worse = (*POINTS[1][:3], 1e30)

@@ -153,7 +153,7 @@ def test_sites_of_other_devices_batches_and_speeds_train_one_model(make_run):
     assert line["tokens"] == {k: n * line["per_step"][k] for k, n in steps.items()}
 
 
-@pytest.mark.integration("two processes")
+@pytest.mark.slow("two processes")
 def test_a_site_that_never_comes_is_no_success(make_run):
   run = make_run(
     *("--config.train.steps=6", "--config.log.sample_tokens=0"),
