@@ -48,8 +48,14 @@ GIVEN = {
 }
 
 
-@pytest.mark.integration("a process that trains three small runs for each")
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+  "name",
+  first_of(
+    "a process that trains three small runs",
+    "pulled",
+    *EXAMPLES.keys() - {"pulled"},
+  ),
+)
 def test_check_plugin_accepts_the_plugins_of_the_page(name, tmp_path):
   (tmp_path / f"{name}.py").write_text(EXAMPLES[name])
   done = running.python(
