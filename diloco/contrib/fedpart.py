@@ -20,6 +20,7 @@ import optax
 from diloco.algorithm.optimizers import is_schedule
 from diloco.config import Config
 from diloco.config.combinations import OFF
+from diloco.contrib._layers import chosen, in_fragments
 from diloco.spec import plugins
 from diloco.spec.plugins import Rule
 from diloco.util.types import PyTree
@@ -57,13 +58,10 @@ def trained_next(c: Config, t: jax.Array | int) -> PyTree:
   Returns:
     {'blocks': bool [N], 'embed': bool []}.
   """
-  fragments, schedule = c.make_fragments(), c.make_schedule()
-  first_P = np.array([schedule.first_send(p) for p in range(len(fragments))])
+  schedule = c.make_schedule()
+  first_P = np.array([*map(schedule.first_send, range(schedule.num_fragments))])
   wait_P = jnp.where(t <= first_P, first_P - t, (first_P - t) % c.sync_every)
-  due_P = wait_P == wait_P.min()
-  has_PxN = np.array([np.isin(range(c.model.num_layers), f.layers) for f in fragments])
-  rest_P = np.array([bool(f.rest) for f in fragments])
-  return {"blocks": due_P @ has_PxN, "embed": (due_P & rest_P).any()}
+  return in_fragments(c, wait_P == wait_P.min())
 
 
 def in_part(
@@ -80,10 +78,8 @@ def in_part(
   """
   over_layers = {"blocks": jax.vmap, "embed": lambda f: f}
 
-  def chosen(mask: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    if is_schedule(new):
-      return new
-    return jnp.where(jnp.expand_dims(mask, [*range(mask.ndim, new.ndim)]), new, old)
+  def newer(mask: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    return new if is_schedule(new) else chosen(mask, new, old)
 
   def init(params: PyTree) -> PyTree:
     parts = {k: f(optimizer.init)({k: params[k]}) for k, f in over_layers.items()}
@@ -95,7 +91,7 @@ def in_part(
     (count,), parts = state
     masks, choose = trains(count + 1), partial(jax.tree.map, is_leaf=is_schedule)
     where_trains = lambda new, old: {
-      k: choose(partial(chosen, masks[k]), new[k], old[k]) for k in new
+      k: choose(partial(newer, masks[k]), new[k], old[k]) for k in new
     }
     zeros = jax.tree.map(jnp.zeros_like, grads)
     updates, after = dict[str, PyTree](), dict[str, PyTree]()

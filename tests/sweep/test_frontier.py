@@ -15,7 +15,7 @@ from diloco.util.command import load_module
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILE = load_module(str(ROOT / "configs" / "frontier.py"), "get_sweep", "frontier")
-RATES = ("lr", "outer_lr", "momentum")
+RATES = ("lr", "outer_lr", "momentum", "pull")
 SEEDS = ("0", "1", "2")
 
 
@@ -53,7 +53,7 @@ def best_runs(size):
 @pytest.mark.parametrize(
   ("size", "title", "cases"),
   [
-    ("1M", "## At equal bytes", 5),
+    ("1M", "## At equal bytes", 6),
     ("270k", "### At 0.27M", 9),
   ],
 )
