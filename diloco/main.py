@@ -70,7 +70,7 @@ def main(_: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   # Imported after the flags are parsed, so that --help and flag errors answer fast.
   from diloco import train
-  from diloco.mesh import memory
+  from diloco.mesh import devices, memory
   from diloco.mesh.compiling import announce_compilations
   from diloco.processes import distributed as processes
   from diloco.processes import stop
@@ -87,6 +87,8 @@ def main(_: list[str]) -> None:
       timeout=FLAGS.initialization_timeout,
     )
     part = make_part(peers) if make_part else None
+    if peers.count == 1 and not part:
+      devices.divide_cpu(c.mesh.cpu_devices)
     if peers.index == 0:
       announce_compilations()
     train.train(c, workdir, peers, part)

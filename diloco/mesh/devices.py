@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from collections.abc import Sequence
 
 import jax
@@ -13,6 +14,17 @@ from diloco.config import Config
 from diloco.config.resolve import check_some
 from diloco.errors import ConfigError
 from diloco.mesh.sharding import mesh_of
+
+
+def divide_cpu(count: int) -> None:
+  """Divides the CPU into devices, at most one for each core of this process.
+
+  Must come before anything else of JAX. XLA_FLAGS that already divide it win.
+  """
+  count = min(count, len(os.sched_getaffinity(0)))
+  flags = os.environ.get("XLA_FLAGS", "")
+  if count > 1 and "xla_force_host_platform_device_count" not in flags:
+    jax.config.update("jax_num_cpu_devices", count)
 
 
 def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

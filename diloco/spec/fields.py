@@ -381,6 +381,10 @@ class MeshConfig:
   # may continue with another number, but then codes have other blocks (see
   # wire.block_size) and the results differ.
   fsdp: Count = 0
+  # Devices into which diloco.main divides the CPU, if there is no accelerator and one
+  # process trains alone; at most one for each core. With a core for each replica, small
+  # models train faster, and the results differ by rounding.
+  cpu_devices: Annotated[int, Range(1, 1024)] = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""Modes of JAX that a host program sets: library and trainer give the same bits."""
+"""Modes of JAX that a host program sets, and how many CPU devices there are."""
+
+import os
 
 import jax
 import numpy as np
 import pytest
+import running
 from conftest import first_of, update
 
 import diloco
@@ -124,3 +127,15 @@ def test_the_trainer_trains_alike_in_all_modes(tiny, tmp_path, fields, set_modes
   workdir = str(tmp_path / "modes")
   assert generate.main([workdir, "--tokens=2"]) == 0
   assert evaluate.main([workdir, "--heldout"]) == 0
+
+
+@pytest.mark.parametrize(
+  ("flags", "expected"),
+  [("", 2), ("--xla_force_host_platform_device_count=3", 3)],
+)
+def test_the_cpu_is_divided_unless_flags_do_it(flags, expected):
+  code = "import jax; from diloco.mesh.devices import divide_cpu; divide_cpu(2)"
+  env = running.environment(XLA_FLAGS=flags)
+  done = running.python("-c", f"{code}; print(len(jax.devices()))", env=env)
+  cores = len(os.sched_getaffinity(0))
+  assert int(done.stdout) == (expected if flags else min(expected, cores)), done.stderr
