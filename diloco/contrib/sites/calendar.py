@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from diloco.config import Config, changed
 from diloco.contrib.sites import SitesConfig
@@ -68,6 +68,10 @@ class Calendar:
     part_shapes = part.shapes(shapes.parameters(c.model))
     return self.replicas_per_site * sizes.payload_bytes(c.wire, part_shapes)
 
+  def trains(self, step: int) -> bool:
+    """Whether this site trains an inner step; with sites.pace below 1, only some."""
+    return self.trained(step) > self.trained(step - 1)
+
   def trained(self, step: int) -> int:
     """Counts the inner steps up to `step` that this site trains; the first is one."""
     # Rounds before the ceiling: 0.1 * 30 is more than 3.
@@ -85,20 +89,22 @@ class Calendar:
     # The final sync comes after the last step.
     return min(step, open_step - 1, self.config.train.steps)
 
-  def steps_behind(self, number: int, since: int, skipped: Sequence[int] = ()) -> int:
+  def steps_behind(
+    self, number: int, since: int, left_out: Collection[int] = ()
+  ) -> int:
     """Counts the inner steps of this site behind its payload of a round.
 
     Args:
       number: the round.
       since: the last step that the site took over from the group, instead of training.
-      skipped: steps that the site left out.
+      left_out: steps that the site did not train, because it was late.
     """
     step, fragment = self.rounds[number]
     before = (t for t, p in reversed(self.rounds[:number]) if p == fragment)
     begin, end = max(next(before, 0), since), min(step, self.config.train.steps)
     # At least 1: a final sync right after a send has no steps behind it.
-    left_out = sum(begin < t <= end for t in skipped)
-    return max(self.trained(end) - self.trained(begin) - left_out, 1)
+    missing = sum(begin < t <= end for t in left_out)
+    return max(self.trained(end) - self.trained(begin) - missing, 1)
 
   def first_after(self, step: int) -> int:
     """Returns the first round that is sent after a later step than `step`."""

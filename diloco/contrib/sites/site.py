@@ -9,6 +9,7 @@ nothing, or is refused; it goes on with the group's parameters.
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -113,8 +114,7 @@ class Site(Method):
     self._applied = 0  # Rounds below this number are in the site's outer state.
     self._taken = 0  # All replicas have merged the rounds below this number.
     self._since = 0  # The last step that was taken over from the group.
-    self._is_behind = False  # Whether the last payload came too late.
-    self._skipped = list[int]()  # Steps that the site left out, because it was behind.
+    self._left_out = set[int]()  # Steps that the site does not train; see `_leave_out`.
     # {round that this site has sent and not merged: compressor state before the send}
     self._pending = dict[int, PyTree]()
     self._ready = False
@@ -216,25 +216,24 @@ class Site(Method):
     t, state = self._outer(t, state)
     last = self.part.config.train.steps
     while t < last and not self._trains(t + 1):
+      self._account["skipped_steps"] += t + 1 in self._left_out
       t, state = self._outer(t + 1, _at_step(state, t + 1))
     if reaches(first, t, self.part.config.checkpoint.every):
       self._offer(state)
     return t, state, self._events
 
   def _trains(self, step: int) -> bool:
-    """Whether the site trains a step; with sites.pace below 1, it trains only some.
+    return self._calendar.trains(step) and step not in self._left_out
 
-    After a payload that came too late, the site leaves out one step. Otherwise it would
-    stay behind by the time that a closed round needs to reach it.
+  def _leave_out(self, t: int) -> None:
+    """Leaves out the next step after t that the site would train.
+
+    A site that was late does so. Otherwise it would stay behind by the time that a
+    closed round needs to reach it.
     """
-    if self._calendar.trained(step) == self._calendar.trained(step - 1):
-      return False
-    if self._is_behind:
-      self._is_behind = False
-      self._skipped = [*self._skipped[-self._calendar.config.sync_every :], step]
-      self._account["skipped_steps"] += 1
-      return False
-    return True
+    step = next(filter(self._calendar.trains, itertools.count(t + 1)))
+    since = t - self._calendar.config.sync_every  # Payloads hold no earlier steps.
+    self._left_out = {step, *(s for s in self._left_out if s > since)}
 
   def _outer(self, t: int, state: TrainState) -> tuple[int, TrainState]:
     if not self._ready:
@@ -317,7 +316,7 @@ class Site(Method):
     if self._restored_at is None and not all(ok for ok, _ in parts):
       return self._restore(t, state, "its parameters are not finite")
     data = np.asarray(sync.transport.carry(payload).addressable_data(0)).tobytes()
-    steps = self._calendar.steps_behind(number, self._since, self._skipped)
+    steps = self._calendar.steps_behind(number, self._since, self._left_out)
     c = self.part.config
     per_step = c.tokens_per_step // c.replicas
     position = {shard: [t, x] for _, part in parts for shard, x in part.items()}
@@ -413,7 +412,7 @@ class Site(Method):
   def _miss(self, t: int) -> None:
     """Counts a round that closed without this site; the next ones may wait again."""
     self._account["lost"] += 1
-    self._is_behind = True
+    self._leave_out(t)
     self._link.ready(self._calendar.first_after(t))
 
   def _restore(self, t: int, state: TrainState, reason: str) -> TrainState:
@@ -451,7 +450,8 @@ class Site(Method):
       return t, state
     self._print(f"was late: goes on at step {step} instead of {t}.")
     self._account["skipped_steps"] += step - t
-    self._since, self._is_behind = step, True  # The others have gone on since.
+    self._since = step
+    self._leave_out(step)  # The others have gone on since.
     self._link.ready(self._calendar.first_after(step))
     return step, _at_step(state, step)
 
