@@ -1,4 +1,4 @@
-"""The elastic pull against float64 NumPy, and in runs of the trainer."""
+"""The elastic pull against float64 NumPy, and what it refuses."""
 
 import jax
 import jax.numpy as jnp
