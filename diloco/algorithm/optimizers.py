@@ -23,8 +23,7 @@ from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, Leading
 from diloco.spec.call_text import parse
 from diloco.spec.fields import OuterConfig
-from diloco.spec.plugins import ASK, NAMES, hint
-from diloco.util.command import meant
+from diloco.spec.plugins import NAMES, near_name
 from diloco.util.types import PyTree
 
 # A config that names an outer optimizer, or a transformation of optax.
@@ -210,7 +209,7 @@ def _make(
   factory = factory or getattr(optax, name, None)
   known = inspect.signature(factory).parameters if callable(factory) else {}
   if factory is None or "learning_rate" not in known:
-    near = hint(name) or meant(name, ("adam", "adamw", "lion", "muon", "sgd")) or ASK
+    near = near_name(name, ("adam", "adamw", "lion", "muon", "sgd"))
     raise ConfigError(
       f"{field} is {text!r}, but optax has no optimizer {name} with a learning_rate;"
       " choose another, for example adamw, lion, muon or sgd(momentum=0.9,"

@@ -2,6 +2,7 @@
 
 from diloco.config import Config
 from diloco.config.combinations import DEVICE, DILOCO
+from diloco.errors import ConfigError
 from diloco.spec.plugins import Rule
 
 
@@ -14,3 +15,18 @@ def averages_of(field: str) -> Rule:
 def alone(c: Config) -> tuple[bool, str]:
   """Returns whether there is nobody to exchange with, and the reason."""
   return c.replicas == 1, "replicas is 1, and a single replica sends nothing"
+
+
+def check_equal_taus(c: Config, choice: str) -> None:
+  """Refuses replicas that merge at different steps.
+
+  Args:
+    choice: the beginning of the sentence: what needs equal ones.
+
+  Raises:
+    ConfigError: the taus differ.
+  """
+  if len({*c.overlap.taus}) > 1:
+    raise ConfigError(
+      f"{choice}, but overlap.taus is {c.overlap.taus}; choose equal ones."
+    )

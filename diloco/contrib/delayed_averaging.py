@@ -25,7 +25,7 @@ from diloco.algorithm.slices import outer_gradient, put, take
 from diloco.algorithm.state import Event, OuterState
 from diloco.algorithm.streaming import Step, Streaming
 from diloco.config import Config
-from diloco.errors import ConfigError
+from diloco.contrib._rules import check_equal_taus
 from diloco.spec import plugins
 from diloco.spec.plugins import OuterStep, Rule
 from diloco.util.types import PyTree
@@ -50,10 +50,8 @@ class DelayedAveraging(plugins.Extension):
   )
 
   def check(self, c: Config) -> None:
-    if self.on and len({*c.overlap.taus}) > 1:
-      raise ConfigError(
-        f"{NAME}.on is true, but overlap.taus is {c.overlap.taus}; choose equal ones."
-      )
+    if self.on:
+      check_equal_taus(c, f"{NAME}.on is true")
 
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     reason = "overlap.tau is 0: no inner step runs during an exchange"

@@ -27,7 +27,7 @@ from diloco.algorithm.optimizers import learning_rate
 from diloco.config import Config
 from diloco.config.combinations import OFF
 from diloco.contrib._layers import chosen, in_fragments
-from diloco.errors import ConfigError
+from diloco.contrib._rules import check_equal_taus
 from diloco.spec import plugins
 from diloco.spec.fields import Share
 from diloco.spec.plugins import Rule
@@ -56,11 +56,8 @@ class Elastic(plugins.Extension):
   )
 
   def check(self, c: Config) -> None:
-    if self.pull and len({*c.overlap.taus}) > 1:
-      raise ConfigError(
-        f"elastic.pull is {self.pull:g}, but overlap.taus is {c.overlap.taus}; choose"
-        " equal ones."
-      )
+    if self.pull:
+      check_equal_taus(c, f"elastic.pull is {self.pull:g}")
 
   def inner_optimizer(
     self,

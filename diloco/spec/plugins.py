@@ -37,7 +37,7 @@ REMOVED = {
 }
 
 
-# The end of a sentence about an unknown name.
+# What to do about a name that nothing here has.
 ASK = "; if a plug-in has it, name the plug-in in plugins"
 
 
@@ -315,20 +315,20 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
   found = dict[str, type[Extension]]()
   for name in names:
     module = f"{CONTRIB}.{name}" if name in contrib() else module_of(name)
+    path = pathlib.Path(name).expanduser().resolve()
     try:
       if name.endswith(_FILE):
-        _import_file(pathlib.Path(name).expanduser().resolve())
+        _import_file(path)
       importlib.import_module(module)
+    except ImportError as error:
+      ask = f"; is its folder on PYTHONPATH, or is it one of {', '.join(contrib())}?"
+      remedy = f"{hint(name)}." if name in REMOVED else ask
+      raise ConfigError(f"plugins names {name!r}, but {error}{remedy}") from error
     except Exception as error:  # A module may raise anything.
-      path = str(pathlib.Path(name).expanduser().resolve())
-      reason, remedy = f"it raises {located(error, path)}", "; mend it."
-      if isinstance(error, ImportError):
-        reason = str(error)
-        remedy = (
-          f"; is its folder on PYTHONPATH, or is it one of {', '.join(contrib())}?"
-        )
-      remedy = f"{hint(name)}." if name in REMOVED else remedy
-      raise ConfigError(f"plugins names {name!r}, but {reason}{remedy}") from error
+      fault = located(error, str(path))
+      raise ConfigError(
+        f"plugins names {name!r}, but it raises {fault}; mend it."
+      ) from error
     places = {n: f"{kind.__module__}." for n, kind in NAMES["fields"].items()}
     # A package may define them in its files.
     own = [n for n, place in places.items() if place.startswith(f"{module}.")]
@@ -429,6 +429,11 @@ def contrib() -> list[str]:
   return sorted(p.stem for p in (*folders, *folder.glob("[!_]*.py")))
 
 
+def near_name(name: str, known: Collection[str]) -> str:
+  """Returns the end of a sentence about an unknown name."""
+  return hint(name) or meant(name, known) or ASK
+
+
 def check_name(field: str, name: str, known: Collection[str]) -> None:
   """Refuses a name that nothing has registered.
 
@@ -436,7 +441,7 @@ def check_name(field: str, name: str, known: Collection[str]) -> None:
     ConfigError: the name is unknown.
   """
   if name not in known:
-    near = hint(name) or meant(name, [*known, *contrib()]) or ASK
+    near = near_name(name, [*known, *contrib()])
     raise ConfigError(f"{field} is {name!r}; choose one of {', '.join(known)}{near}.")
 
 
