@@ -27,6 +27,13 @@ def attentions():
   return run_on_8_devices("attentions")["attentions"]["all"]
 
 
+def in_both(first: str, second: str):
+  """A layout of `multidevice` and one of `more`, each in its tier."""
+  cases = (("multidevice", first, LONG), ("more", second, LONGER))
+  params = [pytest.param(parts, layout, marks=tier) for parts, layout, tier in cases]
+  return pytest.mark.parametrize(("parts", "layout"), params)
+
+
 @LONG
 def test_the_losses_do_not_depend_on_the_layout(multidevice):
   losses = multidevice["losses"]
@@ -119,13 +126,7 @@ def test_no_device_ever_holds_a_whole_model(multidevice):
     assert found[f"{name} temporaries"] < 2.5, found
 
 
-@pytest.mark.parametrize(
-  ("parts", "layout"),
-  [
-    pytest.param("multidevice", "8", marks=LONG),
-    pytest.param("more", "chunked_feedback", marks=LONGER),
-  ],
-)
+@in_both("8", "chunked_feedback")
 def test_only_the_packed_payload_crosses_between_replicas(request, parts, layout):
   traffic = request.getfixturevalue(parts)["traffic"][layout]
   for program in ("inner", "send", "update", "merge"):
@@ -171,13 +172,7 @@ def test_data_parallel_reduces_its_gradient_once(multidevice, layout, fsdp):
   assert found["dry_run"] == found["gradient"] + 4 * fsdp
 
 
-@pytest.mark.parametrize(
-  ("parts", "layout"),
-  [
-    pytest.param("multidevice", "psum_8", marks=LONG),
-    pytest.param("more", "psum_of_4", marks=LONGER),
-  ],
-)
+@in_both("psum_8", "psum_of_4")
 def test_the_ledger_books_what_a_psum_sends(request, parts, layout):
   traffic = request.getfixturevalue(parts)["traffic"][layout]
   assert traffic["booked"] == traffic["bytes"]["update"] > 0
