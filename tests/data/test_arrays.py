@@ -1,6 +1,8 @@
 """Damaged token arrays are refused in one sentence; sound ones need no other field."""
 
+import itertools
 import json
+import pathlib
 import random
 
 import numpy as np
@@ -156,3 +158,12 @@ def test_a_source_that_is_no_folder_of_splits_is_refused(tiny, folder, source, m
   with pytest.raises(ConfigError) as error:
     config_lib.resolve(tiny)
   assert message.format(folder.parent) in str(error.value)
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/smaps").exists(), reason="Linux only")
+def test_arrays_are_read_without_the_pages_around_a_document(folder):
+  arrays = TokenArrays(folder, data_lib.load_tokenizer("sotu_2048"))
+  maps = pathlib.Path("/proc/self/smaps").read_text().split("VmFlags:")
+  own = [flags for text, flags in itertools.pairwise(maps) if str(folder) in text]
+  assert len(own) > len(arrays._arguments)  # The ends are a map, too.
+  assert all(" rr " in flags.splitlines()[0] for flags in own)
