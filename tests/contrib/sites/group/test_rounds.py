@@ -124,64 +124,45 @@ Machine.TestCase.settings = settings(
 TestRounds = Machine.TestCase
 
 
-def rounds_of(sites: int, quorum: int = 1, grace_s: float = 10) -> Rounds:
-  rounds = Rounds(sites, quorum, Window(grace_s))
+def rounds_of(sites: int, quorum: int = 1, first: int = 0, **window) -> Rounds:
+  """Sites that send every 4 steps, of 2 s each: the round of step 4 r at 8 r."""
+  steps = [4 * r for r in range(first + 40)]
+  window = {"most_s": 10, "least_s": 0.5, "tau": 3, "steps": steps} | window
+  rounds = Rounds(sites, quorum, Window(**window), closed=first)
   for site in range(sites):
-    rounds.join(site)
-    rounds.ready(site, 0)
-  return rounds
-
-
-def test_a_missing_site_delays_the_others_once():
-  rounds = rounds_of(2)
-  rounds.sent(0, 0, now=0)
-  assert rounds.close(now=9.9) is None
-  assert rounds.close(now=10) == Closing(0, (0,), (1,), 10)
-  assert rounds.members[1].first == math.inf
-  rounds.sent(0, 1, now=11)
-  assert rounds.close(now=11) == Closing(1, (0,), (), 0)
-  # A payload of a late site counts if it comes in time.
-  rounds.sent(1, 2, now=12)
-  rounds.sent(0, 2, now=12)
-  assert rounds.close(now=12) == Closing(2, (0, 1), (), 0)
-  rounds.ready(1, 3)
-  rounds.sent(0, 3, now=13)
-  assert rounds.close(now=22.9) is None
-
-
-def test_a_site_that_misses_round_after_round_is_waited_for_less():
-  rounds = rounds_of(2, grace_s=8)
-  waits = []
-  for number in range(4):
-    rounds.ready(1, number)
-    rounds.sent(0, number, now=100 * number)
-    waits.append(rounds.deadline() - 100 * number)
-    assert rounds.close(now=rounds.deadline()).late == (1,)
-  assert waits == [8, 4, 2, 2]
-  rounds.ready(1, 4)
-  rounds.sent(1, 4, now=500)
-  rounds.sent(0, 4, now=500)
-  rounds.close(now=500)
-  rounds.sent(0, 5, now=600)
-  assert rounds.deadline() == 608
-
-
-def paced(tau=3, least_s=0.5, first=0):
-  """Two sites that send every 4 steps, of 2 s each: the round of step 4 r at 8 r."""
-  window = Window(10, least_s, tau, steps=[4 * r for r in range(first + 40)])
-  rounds = Rounds(2, 1, window, closed=first)
-  for site in (0, 1):
     rounds.join(site)
     rounds.ready(site, first)
   for number in range(first, first + 5):
-    for site in (0, 1):
-      rounds.sent(site, number, now=8 * number)
-    assert rounds.close(now=8 * number).waited_s == 0
+    send(rounds, range(sites), number, now=8 * number)
+    assert rounds.close(now=8 * number) == Closing(number, (*range(sites),), (), 0)
   return rounds
 
 
+def send(rounds: Rounds, sites, number: int, now: float) -> None:
+  for site in sites:
+    rounds.sent(site, number, now)
+
+
+def test_a_site_that_misses_round_after_round_is_waited_for_less():
+  rounds, waits = rounds_of(2, most_s=8, tau=0), []
+  for number in range(5, 9):
+    rounds.ready(1, number)
+    rounds.sent(0, number, now=100 * number)
+    waits.append(rounds.deadline() - 100 * number)
+    assert rounds.close(now=rounds.deadline() - 0.1) is None
+    assert rounds.close(now=rounds.deadline()).late == (1,)
+  assert waits == [8, 4, 2, 2]
+  rounds.sent(0, 9, now=1000)
+  assert rounds.close(now=1000) == Closing(9, (0,), (), 0)
+  send(rounds, (0, 1), 10, now=1100)
+  assert rounds.close(now=1100) == Closing(10, (0, 1), (), 0)
+  rounds.ready(1, 11)
+  rounds.sent(0, 11, now=1200)
+  assert rounds.deadline() == 1208
+
+
 @pytest.mark.parametrize(
-  ("fields", "window"),
+  ("fields", "wait"),
   [
     ({}, 6),  # Three steps of 2 s.
     ({"first": 7}, 6),  # After a restart.
@@ -192,42 +173,34 @@ def paced(tau=3, least_s=0.5, first=0):
     ({"tau": 1, "least_s": 12.0}, 10),
   ],
 )
-def test_a_round_waits_for_what_is_left_of_tau_steps(fields, window):
-  rounds, number = paced(**fields), fields.get("first", 0) + 5
-  rounds.sent(0, number, now=8 * number)
-  assert rounds.deadline() == 8 * number + window
-  assert rounds.close(now=8 * number + window).late == (1,)
+def test_a_round_waits_for_what_is_left_of_tau_steps(fields, wait):
+  rounds = rounds_of(2, **fields)
+  number, now = rounds.closed, 8 * rounds.closed
+  rounds.sent(0, number, now)
+  assert rounds.deadline() == now + wait
+  assert rounds.close(now + wait).late == (1,)
 
 
 def test_what_the_quorum_took_is_gone():
-  window = Window(10, 0.5, 3, steps=[4 * r for r in range(9)])
-  rounds = Rounds(3, 2, window)
-  for site in range(3):
-    rounds.join(site)
-    rounds.ready(site, 0)
-  for number in range(3):
-    for site in range(3):
-      rounds.sent(site, number, now=8 * number)
-    rounds.close(now=8 * number)
-  rounds.sent(0, 3, now=24)  # It merges at 30.
+  rounds = rounds_of(3, quorum=2)
+  rounds.sent(0, 5, now=40)  # It merges at 46.
   assert rounds.deadline() == math.inf
-  rounds.sent(1, 3, now=28)
-  assert rounds.deadline() == 30
-  assert rounds.close(now=30) == Closing(3, (0, 1), (2,), 2)
-  rounds.sent(0, 4, now=32)
-  rounds.sent(1, 4, now=40)  # The first site waits already.
-  assert rounds.close(now=40) == Closing(4, (0, 1), (), 0)
-  rounds.ready(2, 5)
-  rounds.sent(0, 5, now=40)
-  rounds.sent(1, 5, now=48)
-  assert rounds.deadline() == 48.25  # Half of the least wait, as it was late before.
+  rounds.sent(1, 5, now=44)
+  assert rounds.deadline() == 46
+  assert rounds.close(now=46) == Closing(5, (0, 1), (2,), 2)
+  rounds.sent(0, 6, now=48)
+  rounds.sent(1, 6, now=56)  # The first site waits already.
+  assert rounds.close(now=56) == Closing(6, (0, 1), (), 0)
+  rounds.ready(2, 7)
+  rounds.sent(0, 7, now=56)
+  rounds.sent(1, 7, now=64)
+  assert rounds.deadline() == 64.25  # Half of the least wait, as it was late before.
 
 
 def test_one_long_pause_does_not_change_the_time_of_a_step():
-  rounds = paced()
+  rounds = rounds_of(2)
   for number in (5, 6):
-    for site in (0, 1):
-      rounds.sent(site, number, now=8 * number + 1000)
+    send(rounds, (0, 1), number, now=8 * number + 1000)
     rounds.close(now=8 * number + 1000)
   rounds.sent(0, 7, now=1056)
   assert rounds.deadline() == 1056 + 6
@@ -245,15 +218,15 @@ def found(*norms):
   return {k: Measured(norm) for k, norm in enumerate(norms)}
 
 
-def outliers(*known, fragment=0):
+def outliers(*known):
   """Knows rounds with these norms of two sites."""
   made = Outliers(most_norm=10, least_cosine=-0.05)
   for norm in known:
-    made.counted(fragment, [norm, norm])
+    made.counted(0, [norm, norm])
   return made
 
 
-EQUAL = {0: 100, 1: 100, 2: 100}
+EQUAL = dict.fromkeys(range(4), 100)
 
 
 @pytest.mark.parametrize(
@@ -274,18 +247,14 @@ def test_a_payload_far_above_the_usual_norm_is_refused(norms, refused):
   assert list(outliers(1.0, 1.0).refused(0, found(*norms), EQUAL)) == refused
 
 
-def test_the_reasons_name_the_numbers():
-  measured = {0: Measured(1.0, -0.2), 1: Measured(None), 2: Measured(2e7, 0.3)}
+def test_each_reason_for_which_a_payload_is_refused_is_named():
+  numbers = [(1.0, -0.06), (None, None), (2e7, 0.3), (1.0, -0.04)]
+  measured = {site: Measured(*x) for site, x in enumerate(numbers)}
   assert outliers(1.0).refused(0, measured, EQUAL) == {
-    0: "its mean cosine with the others is -0.20",
+    0: "its mean cosine with the others is -0.06",
     1: "not all values are finite",
     2: "its norm is 2e+07, but 1 is usual",
   }
-
-
-def test_a_payload_that_points_away_from_the_others_is_refused():
-  measured = {0: Measured(1.0, 0.1), 1: Measured(1.0, -0.04), 2: Measured(1.0, -0.06)}
-  assert list(outliers(1.0).refused(0, measured, EQUAL)) == [2]
   assert not Outliers(10, -1).refused(0, {0: Measured(1.0, -1.0)}, EQUAL)
 
 
