@@ -17,6 +17,7 @@ from diloco.algorithm.state import OuterState
 from diloco.config import resolve
 from diloco.contrib.sites import outer_state
 from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.group.journal import Closed
 from diloco.contrib.sites.group.link import Link
 from diloco.contrib.sites.group.rounds import Measured
 from diloco.util.storage import Folder, Storage
@@ -47,6 +48,21 @@ def fields_of(calendar: Calendar, site: int, number: int) -> dict:
   at = [calendar.rounds[number][0], {"documents": 9, "position": {"at": number}}]
   data = dict.fromkeys(calendar.shards_of(site), at)
   return {"tokens": per_step, "per_step": per_step, "data": data}
+
+
+def closed_round(calendar: Calendar, number: int, payloads: dict[int, bytes]) -> Closed:
+  """A round in which the payloads of these sites count."""
+  step, fragment = calendar.rounds[number]
+  said = {site: fields_of(calendar, site, number) for site in payloads}
+  return Closed(
+    round=number,
+    fragment=fragment,
+    step=step,
+    tokens={site: x["tokens"] for site, x in said.items()},
+    payloads=payloads,
+    per_step={site: x["per_step"] for site, x in said.items()},
+    data={shard: at for x in said.values() for shard, at in x["data"].items()},
+  )
 
 
 def after(state: int, payloads: dict[int, bytes]) -> int:

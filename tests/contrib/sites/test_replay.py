@@ -1,14 +1,15 @@
 """The files of a group alone repeat its outer steps."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
-from sites import Brisk, fields_of, make_calendar
+from sites import Brisk, closed_round, make_calendar
 
 from diloco.contrib.sites import measure, outer_state, replay
-from diloco.contrib.sites.group.journal import Closed, Journal, head_of, state_of
+from diloco.contrib.sites.group.journal import Journal, head_of, state_of
 from diloco.contrib.sites.group.records import pack, record_of
 
 CALENDAR = make_calendar(3, steps=20)
@@ -16,7 +17,7 @@ CALENDAR = make_calendar(3, steps=20)
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-  """The files of a group, {name: bytes}: 6 rounds, snapshots after 2 and 4."""
+  """A folder with the files of a group: 6 rounds, snapshots after 2 and 4."""
   folder = tmp_path_factory.mktemp("group")
   storage = Brisk(folder)
   storage.put("config.json", json.dumps(CALENDAR.config.to_dict()).encode())
@@ -29,7 +30,10 @@ def files(tmp_path_factory):
       head = journal.head(digests, number - 2, number)
       storage.put(head_of(number), pack(head))
       storage.put(state_of(number), pack({}, outer_state.to_bytes(state)))
-    closed = closed_of(number)
+    # Random codes and scales, which are all finite.
+    rng, size = np.random.default_rng(number), CALENDAR.payload_bytes(number)
+    codes = {site: rng.integers(0, 120, size, np.uint8).tobytes() for site in (0, 2)}
+    closed = closed_round(CALENDAR, number, codes)
     assert journal.write(closed)
     p = closed.fragment
     theta, opt_state, _ = outer_state.apply(
@@ -41,31 +45,13 @@ def files(tmp_path_factory):
   storage.put(record_of(1), pack(record))
   for number in (0, 1):
     storage.delete(f"journal/{number:09d}.round")
-  return {
-    str(x.relative_to(folder)): x.read_bytes() for x in folder.rglob("*") if x.is_file()
-  }
-
-
-def closed_of(number: int) -> Closed:
-  """A round with random codes and scales, which are all finite."""
-  rng, (step, p) = np.random.default_rng(number), CALENDAR.rounds[number]
-  draw = lambda: rng.integers(0, 120, CALENDAR.payload_bytes(number), np.uint8)
-  said = {site: fields_of(CALENDAR, site, number) for site in (0, 2)}
-  return Closed(
-    round=number,
-    fragment=p,
-    step=step,
-    tokens={site: x["tokens"] for site, x in said.items()},
-    payloads={site: draw().tobytes() for site in said},
-  )
+  return folder
 
 
 @pytest.fixture
 def group(files, tmp_path):
-  storage = Brisk(tmp_path)
-  for name, data in files.items():
-    storage.put(name, data)
-  return storage
+  shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+  return Brisk(tmp_path)
 
 
 def test_all_kept_rounds_are_repeated(group, tmp_path, capsys):

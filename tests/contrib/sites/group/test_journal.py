@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from sites import Brisk, fields_of, make_calendar, payload
+from sites import Brisk, closed_round, make_calendar, payload
 
 from diloco.contrib.sites.group.journal import Closed, Journal, head_of
 from diloco.contrib.sites.group.records import pack
@@ -13,23 +13,15 @@ CALENDAR = make_calendar(2)
 
 
 def closed(number: int) -> Closed:
-  step, fragment = CALENDAR.rounds[number]
-  said = {site: fields_of(CALENDAR, site, number) for site in (0, 1)}
-  return Closed(
-    round=number,
-    fragment=fragment,
-    step=step,
-    tokens={site: x["tokens"] for site, x in said.items()},
-    payloads={site: payload(CALENDAR, site, number) for site in said},
-    per_step={site: x["per_step"] for site, x in said.items()},
-    measured={0: Measured(1.0), 1: Measured(None)},
-    data={shard: at for x in said.values() for shard, at in x["data"].items()},
-  )
+  payloads = {site: payload(CALENDAR, site, number) for site in (0, 1)}
+  return closed_round(CALENDAR, number, payloads)
 
 
 def test_a_round_is_read_as_it_was_written_and_written_once(tmp_path):
   first, second = Journal(Brisk(tmp_path)), Journal(Brisk(tmp_path))
-  entry = closed(0)._replace(late=(2,), refused=(2,), waited_s=0.5)
+  measured = {0: Measured(1.0), 1: Measured(None)}
+  more = {"late": (2,), "refused": (2,), "waited_s": 0.5, "measured": measured}
+  entry = closed(0)._replace(**more)
   assert first.write(entry)
   assert not second.write(closed(0))
   second.advance()
