@@ -1,7 +1,8 @@
 """The rounds of a run, beside the trainer's schedule and real payloads."""
 
+import fractions
 import functools
-import itertools
+import math
 import types
 
 import jax
@@ -10,15 +11,12 @@ import numpy as np
 import pytest
 from conftest import tiny_config, update
 
-from diloco.algorithm.slices import take
-from diloco.algorithm.streaming import make_streaming
+from diloco.algorithm.method import make_method
 from diloco.config import resolve
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
-from diloco.model import registry
-from diloco.wire import exchange
 
 
 def make(**fields) -> Calendar:
@@ -74,33 +72,32 @@ def test_a_site_goes_on_so_that_it_sends_the_first_open_round(fields):
     assert all(step > t for step in steps[first:])
 
 
-@pytest.mark.parametrize("fields", CASES, ids=str)
-def test_a_payload_weighs_the_steps_since_the_send_before(fields):
-  calendar = make(**fields)
-  trained, every = calendar.config.train.steps, calendar.config.sync_every
-  last = dict.fromkeys(range(calendar.fragments), 0)
+PACES = [
+  {"sites__pace": pace, "sync_every": 4, "train__steps": 200}
+  for pace in (0.5, 0.3, 0.25, 0.55)
+]
+
+
+@pytest.mark.parametrize("fields", [*CASES, *PACES], ids=str)
+def test_a_payload_weighs_the_steps_trained_since_the_send_before(fields):
+  """A slow site trains its share of every round."""
+  calendar, pace = make(**fields), fields.get("sites__pace", 1.0)
+  every, last = calendar.config.sync_every, calendar.config.train.steps
+  trained = [calendar.trained(t) for t in range(last + 1)]
+  exact = fractions.Fraction(str(pace))
+  assert trained == [math.ceil(t * exact) for t in range(last + 1)]
+  sent = dict.fromkeys(range(calendar.fragments), 0)
   for r, (t, p) in enumerate(calendar.rounds):
-    steps = min(t, trained) - last[p]
+    begin, end = min(sent[p], last), min(t, last)
+    steps = trained[end] - trained[begin]
     assert calendar.steps_behind(r, 0) == max(steps, 1)
-    if last[p] > 0 and t <= trained:
-      assert steps == every
-    # A site that took over the group's step 2 steps ago has trained 2.
-    assert calendar.steps_behind(r, min(t, trained) - 2) == max(min(steps, 2), 1)
-    last[p] = t
-
-
-@pytest.mark.parametrize("pace", [1.0, 0.5, 0.3, 0.25, 0.7])
-def test_a_slow_site_trains_its_share_of_every_round(pace):
-  calendar = make(sites__pace=pace, sync_every=4, train__steps=200)
-  trained = [calendar.trained(t) for t in range(201)]
-  assert {b - a for a, b in itertools.pairwise(trained)} <= {0, 1}
-  assert (trained[1], trained[200]) == (1, round(200 * pace))
-  last = dict.fromkeys(range(calendar.fragments), 0)
-  for r, (t, p) in enumerate(calendar.rounds):
-    steps = trained[t] - trained[max(last[p], 0)]
-    assert calendar.steps_behind(r, 0) == steps
-    assert steps - 1 < (t - last[p]) * pace < steps + 1
-    last[p] = t
+    assert steps - 1 < (end - begin) * pace < steps + 1
+    if begin > 0 and t <= last:
+      assert end - begin == every
+    # A site that took over the group's step 2 steps ago has trained at most 2.
+    taken_over = trained[end] - trained[max(begin, end - 2)]
+    assert calendar.steps_behind(r, end - 2) == max(taken_over, 1)
+    sent[p] = t
 
 
 @pytest.mark.parametrize(("count", "batch"), [(2, 4), (4, 2)])
@@ -123,35 +120,24 @@ def test_a_site_with_a_batch_of_its_own_reads_the_same_text(count, batch):
 
 
 @pytest.mark.parametrize(
-  ("wire", "count"),
-  [
-    *[("e3m0", 4), ("e3m0", 2), ("fp32", 2), ("e4m3fn", 4)],
-    *(
-      pytest.param(*case, marks=pytest.mark.slow("more of the same"))
-      for case in [("fp32", 4), ("e4m3fn", 2)]
-    ),
-  ],
+  ("wire", "count"), [("e3m0", 4), ("e3m0", 2), ("fp32", 2), ("e4m3fn", 4)]
 )
 def test_payload_bytes_are_those_of_an_encoded_payload(wire, count):
   calendar = make(wire__format=wire, sites__count=count)
   own = config_of(calendar.config, 1)
   assert own.replicas == 4 // count == calendar.replicas_per_site
   assert own.train.batch_size == 8 // count
-  mesh = make_mesh(own)
+  mesh, sizes = make_mesh(own), {}
   with jax.set_mesh(mesh):
-    sync = make_streaming(own, mesh)
-
-    def encode(key, p):
-      params = registry.get(own.model).init(own.model, key)
-      params_M = jax.tree.map(lambda x: jnp.stack([x] * own.replicas), params)
-      delta_M = take(params_M, sync.shapes[p], sync.layers[p])
-      state, keys = exchange.init_state(own.wire, delta_M), jnp.stack([key] * 4)
-      return exchange.encode(own.wire, mesh, delta_M, state, keys[: own.replicas])[0]
-
-    for r, (_, p) in enumerate(calendar.rounds):
-      payload = jax.eval_shape(functools.partial(encode, p=p), jax.random.key(0))
+    method = make_method(own, mesh)
+    state = method.abstract()
+    for p, parts in enumerate(zip(state.outer.theta, state.outer.codec_state)):
+      send = functools.partial(method.sync.encode, 1, p)
+      payload, _, _ = jax.eval_shape(send, state.params, *parts, 0)
       assert payload.dtype == jnp.uint8
-      assert calendar.payload_bytes(r) == payload.size
+      sizes[p] = payload.size
+  for r, (_, p) in enumerate(calendar.rounds):
+    assert calendar.payload_bytes(r) == sizes[p]
 
 
 @pytest.mark.parametrize("site", [-1, 4])
@@ -160,25 +146,17 @@ def test_an_unknown_site_is_one_sentence(site):
     config_of(make().config, site)
 
 
-def test_sites_of_several_replicas_get_their_own_part():
-  calendar = make(overlap__taus=(0, 1, 2, 3), sites__count=2)
-  assert [config_of(calendar.config, k).overlap.taus for k in (0, 1)] == [
-    (0, 1),
-    (2, 3),
-  ]
-  assert [calendar.shards_of(k) for k in (0, 1)] == [["0", "1"], ["2", "3"]]
-
-
-def test_sites_read_the_shards_whose_positions_they_record():
-  calendar = make(sites__count=2, data__shards=8)
-  for site, own in enumerate((["0", "1", "2", "3"], ["4", "5", "6", "7"])):
-    assert calendar.shards_of(site) == own
+@pytest.mark.parametrize(
+  ("shards", "first", "second"), [(0, "01", "23"), (8, "0123", "4567")]
+)
+def test_sites_of_several_replicas_train_and_record_their_own_part(
+  shards, first, second
+):
+  calendar = make(overlap__taus=(0, 1, 2, 3), sites__count=2, data__shards=shards)
+  for site, (own, taus) in enumerate([(first, (0, 1)), (second, (2, 3))]):
     c = config_of(calendar.config, site)
-    assert (c.data.shards, c.replicas) == (4, 2)
-    batches = Batches(
-      c,
-      make_mesh(c),
-      types.SimpleNamespace(config=calendar.config, first_replica=2 * site),
-    )
-    assert [*batches.get_state()] == own
+    assert (c.overlap.taus, c.replicas, c.data.shards) == (taus, 2, shards // 2)
+    part = types.SimpleNamespace(config=calendar.config, first_replica=2 * site)
+    batches = Batches(c, make_mesh(c), part)
+    assert [*batches.get_state()] == calendar.shards_of(site) == [*own]
     batches.close()
