@@ -4,54 +4,39 @@ import types
 
 import numpy as np
 import pytest
+from sites import closed_round, make_calendar
 from threads import at_once, connected
 
 from diloco.contrib.sites import shared_link
-from diloco.contrib.sites.group.journal import Closed
 from diloco.contrib.sites.group.link import Welcome
 from diloco.contrib.sites.group.rounds import Measured
 from diloco.contrib.sites.shared_link import SharedLink
 
-CLOSED = Closed(
-  round=3,
-  fragment=1,
-  step=9,
+CLOSED = closed_round(make_calendar(), 3, {0: b"ab", 2: b"cde"})._replace(
   tokens={0: 5, 2: 6},
-  payloads={0: b"ab", 2: b"cde"},
   per_step={0: 1, 2: 3},
   refused=(1,),
   measured={0: Measured(1.0, 0.5), 1: Measured(None)},
-  data={"0": [9, {}]},
 )
-EMPTY = Closed(4, 0, 9, {}, {}, refused=(0, 1, 2))
+EMPTY = closed_round(make_calendar(), 4, {})._replace(refused=(0, 1, 2))
 WELCOME = Welcome(3, {"0": [1, {}]}, b"xyz")
 
 
-class FakeLink(types.SimpleNamespace):
+class FakeLink:
   """A link that has all answers."""
 
   inside = 2
-  closed = staticmethod({3: CLOSED, 4: EMPTY}.__getitem__)
-  newest = staticmethod(lambda: (4, 5))
-  join = staticmethod(lambda applied, digests: WELCOME)
-  absent = staticmethod(lambda: [1])
-  wait_until = staticmethod(lambda number, stopping: not stopping())
-  wait_for_start = staticmethod(lambda stopping: not stopping())
 
   def __init__(self):
-    super().__init__(told=[], welcomes=[None, Welcome(7, {}, b"")])
-
-  def welcome(self):
-    return self.welcomes.pop(0)
-
-  def send(self, number, data, fields):
-    self.told.append(("send", number, data, fields))
-
-  def ready(self, first):
-    self.told.append(("ready", first))
-
-  def leave(self, reason):
-    self.told.append(("leave", reason))
+    self.told, self.welcomes = [], [None, Welcome(7, {}, b"")]
+    self.closed = {3: CLOSED, 4: EMPTY}.__getitem__
+    self.newest, self.absent = lambda: (4, 5), lambda: [1]
+    self.join = lambda applied, digests: WELCOME
+    self.wait_until = lambda number, stopping: not stopping()
+    self.wait_for_start = lambda stopping: not stopping()
+    self.welcome = lambda: self.welcomes.pop(0)
+    for name in ("ready", "send", "applied", "offer", "leave"):
+      setattr(self, name, lambda *args, name=name: self.told.append((name, *args)))
 
 
 @pytest.fixture
@@ -91,32 +76,30 @@ def test_every_process_gets_the_answer(site, call, answer):
 
 
 def test_a_snapshot_comes_once(site):
-  found = [site.ask(lambda link: link.welcome()) for _ in range(2)]
-  assert found == [
-    dict.fromkeys(range(3)),
-    dict.fromkeys(range(3), Welcome(7, {}, b"")),
-  ]
+  for expected in (None, Welcome(7, {}, b"")):
+    assert site.ask(SharedLink.welcome) == dict.fromkeys(range(3), expected)
 
 
 def test_process_0_alone_tells_the_group(site):
-  site.ask(lambda link: link.ready(1))
-  site.ask(lambda link: link.send(1, b"ab", {"tokens": 3}))
-  site.ask(lambda link: link.leave("finished"))
-  told = [("ready", 1), ("send", 1, b"ab", {"tokens": 3})]
-  assert site.link.told == [*told, ("leave", "finished")]
+  told = [
+    ("ready", 1),
+    ("send", 1, b"ab", {"tokens": 3}),
+    ("applied", 1, 2**32 - 1),
+    ("offer", 5, list),
+    ("leave", "finished"),
+  ]
+  for name, *args in told:
+    site.ask(lambda link, name=name, args=args: getattr(link, name)(*args))
+  assert site.link.told == told
   assert site.ask(lambda link: link.inside) == {0: 2, 1: 0, 2: 0}
 
 
 def test_bytes_cross_the_devices_as_they_are(monkeypatch):
   kept = []
-
-  def broadcast(values):
-    kept.append(values)
-    return values
-
+  broadcast = lambda values: kept.append(values) or values
   monkeypatch.setattr(shared_link.multihost_utils, "broadcast_one_to_all", broadcast)
-  data = bytes(range(256))
-  assert SharedLink(None, None)._bytes(data, 256) == data
-  SharedLink(None, None)._bytes(None, 5)
+  data, alone = bytes(range(256)), SharedLink(None, None)
+  assert alone._bytes(data, 256) == data
+  alone._bytes(None, 5)
   assert kept[1].dtype == np.uint8
   assert kept[1].shape == (5,)  # All processes must give arrays of one shape.
