@@ -11,7 +11,6 @@ from conftest import update
 from process_config import get_config
 
 from diloco.algorithm.method import make_method
-from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import resolve
 from diloco.contrib.sites import outer_state
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
@@ -39,19 +38,13 @@ class Link:
     self.base = 0  # Rounds below this number were never received.
     self.forgotten = 0  # Rounds below this number need no room.
     self.offered = []
+    self.ready, self.leave = self.firsts.append, self.left.append
+    self.absent = lambda: self.missing
+    self.wait_for_start = lambda stopping: not stopping()
 
   def join(self, applied, digests):
     self.hello, self.base = applied, self.answer.round
     return self.answer
-
-  def ready(self, first):
-    self.firsts.append(first)
-
-  def absent(self):
-    return self.missing
-
-  def wait_for_start(self, stopping):
-    return not stopping()
 
   def send(self, number, data, fields):
     self.sent[number] = data, fields
@@ -81,9 +74,6 @@ class Link:
 
   def offer(self, applied, make):
     self.offered.append((applied, make()[0]))
-
-  def leave(self, reason):
-    self.left.append(reason)
 
   def close(self, payloads, tokens=None, refused=()):
     """Closes the next round with these payloads {site: bytes}."""
@@ -115,10 +105,8 @@ class Player:
     update(c, fields)
     self.calendar = Calendar(resolve(c))
     own = config_of(as_all(self.calendar.config), 0)
-    self.mesh = make_mesh(own)
-    with jax.set_mesh(self.mesh):
-      method = make_method(own, self.mesh)
-      self.state = method.init()
+    method = make_method(own, make_mesh(own))
+    self.state = method.init()
     self.link, self.batches, self.ending = Link(self.calendar), Batches(), False
     # With other processes, a site waits for a round when it is due, in no thread.
     peers = types.SimpleNamespace(index=0, count=2, all_gather=lambda value: [value])
@@ -128,16 +116,14 @@ class Player:
     self.t, self.events = 0, []
 
   def enter(self, start=0, steps=0):
-    with jax.set_mesh(self.mesh):
-      self.t, self.state = self.site.enter(start, self.state)
+    self.t, self.state = self.site.enter(start, self.state)
     self.steps(steps)
 
   def steps(self, count, factor=1.01):
     for _ in range(count):
-      with jax.set_mesh(self.mesh):
-        larger = jax.tree.map(lambda x: x * factor, self.state.params)
-        self.state = dataclasses.replace(self.state, params=larger)
-        self.t, self.state, events = self.site.outer(self.t + 1, self.state)
+      larger = jax.tree.map(lambda x: x * factor, self.state.params)
+      self.state = dataclasses.replace(self.state, params=larger)
+      self.t, self.state, events = self.site.outer(self.t + 1, self.state)
       self.events += events
 
   def step(self, ending=False):
@@ -151,6 +137,11 @@ class Player:
     """Returns a payload of the other site."""
     size = self.calendar.payload_bytes(0)
     return np.zeros(size, np.uint8).tobytes()
+
+  def count(self, number, **tokens):
+    """Closes a round with what this site has sent, and the other."""
+    payloads = {0: self.link.sent[number][0], 1: self.other()}
+    self.link.close(payloads, **tokens)
 
   def miss(self, rounds=1):
     """Closes rounds with the other site alone."""
@@ -180,14 +171,17 @@ class Player:
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
   """Compiles the programs once, which takes longer than all tests."""
-  player = Player()
-  player.enter(steps=EVERY)
-  player.miss()
-  player.steps(TAU)
+  with jax.set_mesh(make_mesh(resolve(get_config()))):
+    player = Player()
+    player.enter(steps=EVERY)
+    player.miss()
+    player.steps(TAU)
+    yield
 
 
 def test_a_site_on_time_sends_and_merges_by_the_schedule():
-  player = Player()
+  player = Player(**{"checkpoint.every": EVERY + TAU})
+  first = outer_state.digests(player.state.outer)
   player.enter()
   for t in range(1, EVERY + TAU):
     player.step()
@@ -198,12 +192,15 @@ def test_a_site_on_time_sends_and_merges_by_the_schedule():
   position = {"0": [3, {"position": 0}]}
   tokens = {"tokens": 3 * 4 * 16, "per_step": 4 * 16}
   assert fields == {**tokens, "data": position}
-  before = outer_state.digests(player.state.outer)
-  player.link.close({0: data, 1: player.other()})
+  player.count(0)
   player.step()
   assert player.t == EVERY + TAU
   assert player.received() == [(0, 2, 1)]
-  assert outer_state.digests(player.state.outer) != before
+  [own] = outer_state.digests(player.state.outer)
+  assert player.link.noted == (0, own)
+  # For newcomers, at first and with every checkpoint.
+  assert player.link.offered == [(0, first), (1, [own])]
+  assert first != [own]
   player.assert_params_are_theta()
   assert player.link.firsts == [0]
   assert player.account()["contributed"] == 1
@@ -228,8 +225,7 @@ def test_a_slow_site_of_a_small_batch_sends_and_merges_by_the_schedule_of_the_gr
       assert list(player.link.sent) == [0]  # After step 3.
     number = (player.t + 1) // EVERY  # Closes what is due in the next steps.
     if number > len(player.link.rounds) and number - 1 in player.link.sent:
-      data, _ = player.link.sent[number - 1]
-      player.link.close({0: data, 1: player.other()}, {0: 64, 1: 192})
+      player.count(number - 1, tokens={0: 64, 1: 192})
   assert trained == [1, 3, 5, 7, 9, 11]
   assert player.learning_rate_count() == {12}
   fields = [player.link.sent[r][1] for r in range(4)]
@@ -242,45 +238,26 @@ def test_a_slow_site_of_a_small_batch_sends_and_merges_by_the_schedule_of_the_gr
   assert (account["lost"], account["skipped_steps"]) == (0, 0)
 
 
-def test_a_site_offers_its_outer_state_at_first_and_with_every_checkpoint():
-  player = Player(**{"checkpoint.every": EVERY + TAU})
-  first = outer_state.digests(player.state.outer)
-  player.enter(steps=EVERY)
-  player.miss()
-  player.steps(TAU)
-  [own] = outer_state.digests(player.state.outer)
-  assert player.link.noted == (0, own)
-  assert player.link.offered == [(0, first), (1, [own])]
-
-
 def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
   player = Player()
   player.enter(steps=EVERY)
-  player.miss(4)  # Up to step 12, while the site is at step 3.
-  player.step()
-  # The group's step 12, and one more, because news from the group take some time.
-  assert player.t == 13
-  assert player.learning_rate_count() == {13}
-  assert player.received() == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0)]
-  player.assert_params_are_theta()
-  account = player.account()
-  assert (account["lost"], account["skipped_steps"]) == (1, 9)
-  assert player.link.firsts[-1] == 4
-  # Its next payload weighs the steps that it trains from now on.
-  player.steps(2)
-  assert list(player.link.sent) == [0, 4]
-  assert player.link.sent[4][1]["tokens"] == 2 * 4 * 16
-
-
-def test_a_late_site_waits_for_the_closed_rounds_for_which_the_link_had_no_room():
-  player = Player()
-  player.enter(steps=EVERY)
-  player.miss(6)
+  player.miss(6)  # Up to step 18, while the site is at step 3.
+  # The link has room for four of them until the site merges the first ones.
   player.link.published = player.link.rounds[1:]
   del player.link.rounds[1:]
   player.step()
-  assert player.t == 6 * EVERY + 1
+  # The group's step 18, and one more, because news from the group take some time.
+  assert player.t == 19
+  assert player.learning_rate_count() == {19}
   assert player.received() == [(r, 1, 0) for r in range(6)]
+  player.assert_params_are_theta()
+  account = player.account()
+  assert (account["lost"], account["skipped_steps"]) == (1, 15)
+  assert player.link.firsts[-1] == 6
+  # Its next payload weighs the steps that it trains from now on.
+  player.steps(2)
+  assert list(player.link.sent) == [0, 6]
+  assert player.link.sent[6][1]["tokens"] == 2 * 4 * 16
 
 
 def test_a_site_that_missed_a_round_sends_nothing_and_leaves_out_one_step():
@@ -315,19 +292,15 @@ def test_error_feedback_takes_back_a_payload_that_counts_nowhere():
     leaves = jax.tree.leaves(player.state.outer.codec_state[0])
     errors.append(np.concatenate([np.ravel(x) for x in leaves]))
 
-  def close(number):
-    data, _ = player.link.sent[number]
-    player.link.close({0: data, 1: player.other()})
-
   player.enter(steps=EVERY)
   error()  # After the send.
   player.miss()
   player.steps(TAU)
   error()  # After the merge. Step 6 is left out, so the next payload is zero.
-  close(1)
+  player.count(1)
   player.steps(EVERY)
   error()
-  close(2)
+  player.count(2)
   player.steps(TAU)
   error()
   assert player.received() == [(0, 1, 0), (1, 2, 1), (2, 2, 1)]
@@ -355,9 +328,8 @@ def test_a_site_that_diverges_goes_on_with_the_parameters_of_the_group():
   assert not player.site.recovers(EVERY + 1)
   player.miss()
   player.steps(EVERY)
-  data, fields = player.link.sent[1]
-  assert fields["tokens"] == EVERY * 4 * 16
-  player.link.close({0: data, 1: player.other()})
+  assert player.link.sent[1][1]["tokens"] == EVERY * 4 * 16
+  player.count(1)
   player.steps(TAU)
   assert player.received() == [(0, 1, 0), (1, 2, 1)]
   assert (player.account()["lost"], player.account()["contributed"]) == (0, 1)
@@ -451,8 +423,7 @@ def test_a_run_of_which_a_site_took_no_part_is_no_success():
   player.miss()
   player.steps(TAU)
   player.link.missing = [1]
-  with jax.set_mesh(player.mesh):
-    player.site.drain(player.t, player.state)
+  player.site.drain(player.t, player.state)
   assert player.account()["absent"] == [1]
   with pytest.raises(ConfigError, match="but site 1 of 2 sent no payload in any round"):
     player.site.close("finished")
@@ -471,20 +442,3 @@ def test_a_signal_ends_every_wait():
   player.step(ending=True)
   assert player.t == EVERY + TAU
   assert player.received() == []
-
-
-def test_a_checkpoint_needs_no_payload_in_flight(tmp_path):
-  player = Player()
-  own = config_of(player.calendar.config, 0)
-  player.enter(steps=EVERY)
-  assert player.site.sync.schedule.in_flight(EVERY)
-  with jax.set_mesh(player.mesh):
-    method = make_method(own, player.mesh)
-    checkpoints = Checkpoints(tmp_path, own, method)
-    checkpoints.save(EVERY, player.state, Record(own.to_dict()))
-    checkpoints.wait()
-    found = checkpoints.restore()
-    checkpoints.close()
-  digests = [outer_state.digests(x.outer) for x in (found.arrays, player.state)]
-  assert digests[0] == digests[1]
-  assert found.arrays.outer.in_flight == {}

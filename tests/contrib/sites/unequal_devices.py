@@ -19,7 +19,7 @@ from diloco.algorithm.method import make_method
 from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.record import Record
 from diloco.config import changed, resolve
-from diloco.contrib.sites import unsharded
+from diloco.contrib.sites import outer_state, site, unsharded
 from diloco.contrib.sites.calendar import config_of
 from diloco.mesh.devices import make_mesh
 
@@ -55,29 +55,30 @@ def send(method, state, t: int, p: int):
   assert np.isfinite(metrics["outer_grad_norm"]).all()
   for new, old in zip(*map(jax.tree.leaves, (codec_state, outer.codec_state[p]))):
     assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
-  states = (*outer.codec_state[:p], codec_state, *outer.codec_state[p + 1 :])
-  state = dataclasses.replace(
-    state, outer=dataclasses.replace(outer, codec_state=states)
-  )
+  state = site._with_codec_state(state, p, codec_state)
   return state, hashlib.sha256(np.asarray(payload).tobytes()).hexdigest(), payload.shape
 
 
 def payloads(before, after, fields: dict) -> list:
-  """The payloads of steps 3 and 6; a checkpoint moves to another layout between."""
+  """The payloads of steps 7 and 11; a checkpoint moves to another layout between."""
   c, method = make_site(before, fields)
   p = len(method.sync.fragments) - 1  # With the embedding.
   with jax.set_mesh(method.sync.mesh):
-    state, *one = send(method, step(method.init(), 3), 3, p)
+    state, *one = send(method, step(method.init(), 7), 7, p)
+    assert method.sync.schedule.in_flight(7)  # Checkpoints need no payload.
+    outer = outer_state.digests(state.outer)
     with tempfile.TemporaryDirectory() as folder:
       checkpoints = Checkpoints(pathlib.Path(folder), c, method)
-      checkpoints.save(3, state, Record(c.to_dict(), fsdp=before[1]))
+      checkpoints.save(7, state, Record(c.to_dict(), fsdp=before[1]))
       checkpoints.close()
       c, method = make_site(after, fields)
       with jax.set_mesh(method.sync.mesh):
         checkpoints = Checkpoints(pathlib.Path(folder), c, method)
         state = checkpoints.restore().arrays
         checkpoints.close()
-        _, *two = send(method, step(state, 6), 6, p)
+        assert outer_state.digests(state.outer) == outer
+        assert state.outer.in_flight == {}
+        _, *two = send(method, step(state, 11), 11, p)
   return [*one, *two]
 
 
