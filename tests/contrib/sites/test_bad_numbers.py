@@ -1,6 +1,7 @@
 """A payload with bad numbers changes nothing of what the other sites compute."""
 
 import asyncio
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from diloco.contrib.sites.group.holder import Holder
 from diloco.contrib.sites.group.journal import Journal
 from diloco.contrib.sites.group.records import Payload
 from diloco.contrib.sites.group.rounds import Closing, Measured
+from diloco.mesh.devices import make_mesh
 from diloco.mesh.sharding import abstract
 from diloco.wire import exchange
 
@@ -25,15 +27,11 @@ class Four:
   """Four sites whose outer gradients have something in common, in float32."""
 
   def __init__(self, folder):
-    calendar = make_calendar(4)
     fields = {"wire.format": "fp32", "sites.least_cosine": -0.05}
-    self.calendar = Calendar(changed(calendar.config, fields))
+    self.calendar = Calendar(changed(make_calendar(4).config, fields))
     method = measure.method_on_cpu(self.calendar)
-    with jax.set_mesh(method.sync.mesh):
-      self.state = method.init().outer
-    self.sync, self.mesh = method.sync, method.sync.mesh
+    self.sync, self.state = method.sync, method.init().outer
     self.measure = measure.measurer(self.calendar)
-    self._encode = jax.jit(self._encoded)
     self.said = []
     self.holder = self.new_holder(Journal(Brisk(folder)))
 
@@ -46,13 +44,13 @@ class Four:
     like = abstract(self.sync.shapes[0], "float32")
     draw = lambda x: common.normal(size=x.shape) + own.normal(size=x.shape)
     delta_M = jax.tree.map(lambda x: jnp.float32(change(draw(x))[None]), like)
-    with jax.set_mesh(self.mesh):
-      return np.asarray(self._encode(delta_M)).tobytes()
+    return np.asarray(self._encode(delta_M)).tobytes()
 
-  def _encoded(self, delta_M):
+  @functools.partial(jax.jit, static_argnums=0)
+  def _encode(self, delta_M):
     wire, keys_M = self.sync.wire, jax.random.split(jax.random.key(0), 1)
     state_M = exchange.init_state(wire, delta_M)
-    return exchange.encode(wire, self.mesh, delta_M, state_M, keys_M)[0]
+    return exchange.encode(wire, self.sync.mesh, delta_M, state_M, keys_M)[0]
 
   def close(self, payloads):
     """Closes a round with these payloads {site: bytes}."""
@@ -72,7 +70,8 @@ class Four:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-  return Four(tmp_path_factory.mktemp("four"))
+  with jax.set_mesh(make_mesh(make_calendar(4).config, jax.devices()[:1])):
+    yield Four(tmp_path_factory.mktemp("four"))
 
 
 def flip(data: bytes) -> bytes:
@@ -88,29 +87,25 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_others_compute_what_they_do_without_this_payload(four, name):
+@pytest.mark.parametrize("bad", CASES.values(), ids=CASES)
+def test_the_others_compute_what_they_do_without_this_payload(four, bad):
   good = {k: four.payload(k) for k in (0, 1, 3)}
   without = four.close(good)
   assert without.refused == ()
-  entry = four.close(good | {BAD: CASES[name](four)})
+  entry = four.close(good | {BAD: bad(four)})
   assert entry.refused == (BAD,)
-  assert four.said.pop().startswith(
-    f"Group: refuses the payload of site {BAD} in round 0: "
-  )
+  said = f"Group: refuses the payload of site {BAD} in round 0: "
+  assert four.said.pop().startswith(said)
   assert (entry.tokens, entry.data) == (without.tokens, without.data)
   assert four.after(entry) == four.after(without)
 
 
 def test_an_honest_payload_counts_with_any_number_of_sites(four):
-  payloads = {k: four.payload(k) for k in range(4)}
   for count in range(1, 5):
-    entry = four.close(dict([*payloads.items()][:count]))
+    entry = four.close({k: four.payload(k) for k in range(count)})
     assert entry.refused == ()
     assert len(entry.tokens) == count
-
-
-def test_two_sites_cannot_say_which_of_them_has_the_wrong_sign(four):
+  # Two sites cannot say which of them has the wrong sign.
   payloads = {0: four.payload(0), 1: four.payload(1, np.negative)}
   assert four.close(payloads).refused == ()
 

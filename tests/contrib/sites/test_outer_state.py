@@ -1,5 +1,6 @@
 """The outer step of sites: outer gradients are weighted by tokens."""
 
+import functools
 import types
 
 import jax
@@ -40,29 +41,21 @@ def test_the_mean_is_weighted_by_tokens_and_tokens_per_step(tiny, tokens, per_st
   )
   theta, deltas = draw(), {site: draw(2) for site in tokens}
   keys_M = jax.random.split(jax.random.key(0), 2)
+  state_M = exchange.init_state(sync.wire, deltas[0])
   encode = jax.jit(lambda x_M: exchange.encode(sync.wire, mesh, x_M, state_M, keys_M))
-  payloads, state_M = {}, exchange.init_state(sync.wire, deltas[0])
-  for site, delta_M in deltas.items():
-    code, _ = encode(delta_M)
-    payloads[site] = np.asarray(code).tobytes()
+  payloads = {k: np.asarray(encode(x_M)[0]).tobytes() for k, x_M in deltas.items()}
   start = jax.tree.map(np.asarray, theta)
   opt_state = make_outer(c.outer).init(theta)
   calendar = types.SimpleNamespace(sites=3)
   closed = Closed(0, 0, 1, tokens, payloads, per_step)
   found, _, _ = outer_state.apply(sync, calendar, closed, theta, opt_state)
-  replicas = [
-    (n, jax.tree.map(lambda x, m=m: x[m], deltas[site]))
-    for site, n in tokens.items()
-    for m in range(2)
-  ]
-  weights = [n * per_step.get(site, 1) for site, n in tokens.items() for _ in range(2)]
-  mean = jax.tree.map(
-    lambda *x: np.average(x, axis=0, weights=weights), *(d for _, d in replicas)
-  )
-  for new, old, delta in zip(*map(jax.tree.leaves, (found, start, mean)), strict=True):
-    np.testing.assert_allclose(new, old - 0.5 * delta, rtol=1e-5, atol=1e-6)
+  weights = np.repeat([n * per_step.get(site, 1) for site, n in tokens.items()], 2)
+  mean = lambda *deltas_M: np.average(np.concatenate(deltas_M), axis=0, weights=weights)
+  wanted = jax.tree.map(lambda x, *d: x - 0.5 * mean(*d), start, *deltas.values())
+  compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  jax.tree.map(compare, found, wanted)
   if len({*per_step.values()}) == 1:  # Equal batches: the bits of tokens alone.
-    closed, theta = Closed(0, 0, 1, tokens, payloads), jax.tree.map(jnp.array, start)
-    args = (closed, theta, make_outer(c.outer).init(theta))
-    alone, _, _ = outer_state.apply(sync, calendar, *args)
+    theta, opt_state = jax.tree.map(jnp.array, start), make_outer(c.outer).init(start)
+    closed = closed._replace(per_step={})
+    alone, _, _ = outer_state.apply(sync, calendar, closed, theta, opt_state)
     jax.tree.map(np.testing.assert_array_equal, alone, found)
