@@ -8,6 +8,7 @@ import pathlib
 import threading
 import time
 import zlib
+from concurrent import futures
 
 import jax.numpy as jnp
 import numpy as np
@@ -201,22 +202,16 @@ class Player:
 
 def in_time(function):
   """Calls a function, which must not take for ever."""
-  found = []
+  future = futures.Future()
 
   def run():
     try:
-      found.append((function(), None))
+      future.set_result(function())
     except BaseException as error:
-      found.append((None, error))
+      future.set_exception(error)
 
-  thread = threading.Thread(target=run, daemon=True)
-  thread.start()
-  thread.join(LONG)
-  assert found, "it takes for ever"
-  result, error = found[0]
-  if error:
-    raise error
-  return result
+  threading.Thread(target=run, daemon=True).start()
+  return future.result(LONG)
 
 
 def wait(condition) -> None:

@@ -66,15 +66,15 @@ def all_have_counted(players, rounds: int) -> bool:
   return len(states(players)) == 1 and all(p.members == members for p in players)
 
 
-def holder(players):
-  """Returns the site that closes rounds, when all know it."""
+def holder_first(players) -> list[Player]:
+  """Returns the players, when all know who closes rounds; this one is the first."""
 
-  def found():
+  def agree():
     names = {p.link._lease.seen.get("name") for p in players}
-    return next((p for p in players if p.holds and names == {p.link._name}), None)
+    return [p for p in players if p.holds and names == {p.link._name}]
 
-  wait(found)
-  return found()
+  wait(agree)
+  return sorted(players, key=lambda player: not player.holds)
 
 
 def test_listings_and_files_that_come_late_and_in_parts_change_no_bit(start):
@@ -88,12 +88,11 @@ def test_listings_and_files_that_come_late_and_in_parts_change_no_bit(start):
 
 def test_a_holder_that_is_killed_is_followed_by_another_site(start):
   players = start(make_calendar(grace_s=0.1, lost_s=1.5))
-  first = holder(players)
+  [first, *rest] = holder_first(players)
   play(players, range(3))
   first.link.kill()
-  rest = [p for p in players if p is not first]
   play(rest, range(3, 6))
-  assert holder(rest) is not first
+  assert holder_first(rest)[0].holds
   assert len(states(rest)) == 1
   [back] = start(first.calendar, (first.site,))
   assert (back.welcome.round, back.welcome.snapshot) == (0, b"")
@@ -128,11 +127,10 @@ def test_a_former_holder_that_wakes_up_writes_no_round_differently(
   start, moment, tmp_path
 ):
   players = start(make_calendar(grace_s=0.1, lost_s=3.0), storage=Frozen)
-  first = holder(players)
+  [first, *rest] = holder_first(players)
   play(players, range(2))
   frozen = first.link._storage
   frozen.stops_at = moment
-  rest = [p for p in players if p is not first]
   for player in players:
     player.send(2)
   if moment == "snapshots/":
@@ -214,10 +212,9 @@ def test_a_site_that_comes_back_with_its_own_state_needs_no_snapshot(start):
 
 def test_a_site_that_was_away_for_long_gets_a_snapshot_in_mid_run(start):
   players = start(SHORT, storage=Frozen)
-  first = holder(players)
+  [away, *stay] = holder_first(players)[::-1]
+  first = stay[-1]
   play(players, range(2))
-  away = next(p for p in players if p is not first)
-  stay = [p for p in players if p is not away]
   away.link._storage.goes_on.clear()
   for applied in (4, 6):
     play(stay, range(stay[0].applied, applied))
@@ -309,10 +306,8 @@ def test_a_second_process_of_a_site_ends(start):
 
 def test_a_site_with_another_outer_state_ends_and_comes_back(start):
   players = start(SHORT)
-  first = holder(players)
+  [other, *stay] = holder_first(players)[::-1]
   play(players, range(2))
-  other = next(p for p in players if p is not first)
-  stay = [p for p in players if p is not other]
   other.numbers = [x + 1 for x in other.numbers]  # For instance a bad memory chip.
   play(players, range(2, 2 + ALL.fragments))
   for player in stay:  # One of them has the lease.
@@ -321,7 +316,7 @@ def test_a_site_with_another_outer_state_ends_and_comes_back(start):
   with pytest.raises(ExchangeFailed, match=said):
     in_time(lambda: other.link.wait_until(99, lambda: False))
   own = {"applied": other.applied, "numbers": other.numbers}
-  [back] = start(first.calendar, (other.site,), state=own)
+  [back] = start(SHORT, (other.site,), state=own)
   assert back.welcome.snapshot
   play([*stay, back], range(back.applied, back.applied + 1))
   assert len(states([*stay, back])) == 1
