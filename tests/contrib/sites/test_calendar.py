@@ -15,7 +15,6 @@ from diloco.algorithm.method import make_method
 from diloco.config import resolve
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.data.batches import Batches
-from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 
 
@@ -138,12 +137,6 @@ def test_payload_bytes_are_those_of_an_encoded_payload(wire, count):
       sizes[p] = payload.size
   for r, (_, p) in enumerate(calendar.rounds):
     assert calendar.payload_bytes(r) == sizes[p]
-
-
-@pytest.mark.parametrize("site", [-1, 4])
-def test_an_unknown_site_is_one_sentence(site):
-  with pytest.raises(ConfigError, match=f"--site is {site}, .* 0 to 3; give one of"):
-    config_of(make().config, site)
 
 
 @pytest.mark.parametrize(

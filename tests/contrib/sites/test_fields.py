@@ -46,14 +46,8 @@ def test_a_run_without_sites_has_none_of_their_fields():
   ("fields", "message"),
   [
     ({"sites.quorum": 3}, "sites.quorum is 3, but there are 2 sites; lower it."),
-    (
-      {"sites.batch_size": 3, "sites.count": 1},
-      "batch_size is 3, .*replicas.* = 2 does",
-    ),
-    (
-      {"sites.batch_size": 3, "data.shards": 4},
-      "the data.shards of a site = 2 does not",
-    ),
+    ({"sites.batch_size": 3, "sites.count": 1}, "batch_size is 3, .*replicas = 2 does"),
+    ({"sites.batch_size": 3, "data.shards": 4}, "data.shards of a site = 2 does not"),
     ({"sites.batch_size": 16}, "sites.batch_size is 16, but all .*batch_size = 4"),
     ({"sites.pace": 0.2}, "sites.pace is 0.2, .* sync_every = 4 .* at least 0.25."),
     ({"sites.pace": 0}, "sites.pace is 0.0; it must be above 0 and at most 1."),

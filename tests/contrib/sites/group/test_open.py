@@ -29,9 +29,10 @@ def test_the_first_site_writes_the_config_and_the_others_compare(tmp_path):
     open_group(CONFIG, 0, group)
 
 
-def test_a_site_that_does_not_exist_leaves_nothing(tmp_path):
-  with pytest.raises(ConfigError, match="--site is 3, but"):
-    open_group(CONFIG, 3, str(tmp_path / "group"))
+@pytest.mark.parametrize("site", [-1, 3])
+def test_a_site_that_does_not_exist_leaves_nothing(tmp_path, site):
+  with pytest.raises(ConfigError, match=f"--site is {site}, .* 0 to 2; give one of"):
+    open_group(CONFIG, site, str(tmp_path / "group"))
   assert not any(tmp_path.iterdir())
 
 
