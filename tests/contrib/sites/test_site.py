@@ -118,6 +118,7 @@ class Player:
   def enter(self, start=0, steps=0):
     self.t, self.state = self.site.enter(start, self.state)
     self.steps(steps)
+    return self
 
   def steps(self, count, factor=1.01):
     for _ in range(count):
@@ -130,8 +131,9 @@ class Player:
     self.ending = ending
     self.steps(1)
 
-  def account(self):
-    return self.site.account({"bytes_sent_per_replica": 1, "params": 1})["site"]
+  def account(self, *names):
+    found = self.site.account({"bytes_sent_per_replica": 1, "params": 1})["site"]
+    return tuple(found[name] for name in names)
 
   def other(self):
     """Returns a payload of the other site."""
@@ -172,8 +174,7 @@ class Player:
 def compiled():
   """Compiles the programs once, which takes longer than all tests."""
   with jax.set_mesh(make_mesh(resolve(get_config()))):
-    player = Player()
-    player.enter(steps=EVERY)
+    player = Player().enter(steps=EVERY)
     player.miss()
     player.steps(TAU)
     yield
@@ -203,21 +204,20 @@ def test_a_site_on_time_sends_and_merges_by_the_schedule():
   assert first != [own]
   player.assert_params_are_theta()
   assert player.link.firsts == [0]
-  assert player.account()["contributed"] == 1
+  assert player.account("contributed") == (1,)
 
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_site_sends_after_its_first_step_if_the_group_has_begun(is_told):
-  player = Player()
-  player.enter(start=EVERY - 1)
+  player = Player().enter(start=EVERY - 1)
   player.step(is_told)
   assert player.t == EVERY
   assert list(player.link.sent) == ([] if is_told else [0])
 
 
 def test_a_slow_site_of_a_small_batch_sends_and_merges_by_the_schedule_of_the_group():
-  player, trained = Player(**{"sites.pace": 0.5, "sites.batch_size": 2}), []
-  player.enter()
+  player = Player(**{"sites.pace": 0.5, "sites.batch_size": 2}).enter()
+  trained = []
   while player.t < 12:
     trained.append(player.t + 1)
     player.step()
@@ -234,13 +234,11 @@ def test_a_slow_site_of_a_small_batch_sends_and_merges_by_the_schedule_of_the_gr
   assert {x["per_step"] for x in fields} == {2 * 16}
   merges = [(int(e.metrics["round"]), e.step) for e in player.events[1:] if e.sent == 0]
   assert merges == [(0, 5), (1, 8), (2, 11)]
-  account = player.account()
-  assert (account["lost"], account["skipped_steps"]) == (0, 0)
+  assert player.account("lost", "skipped_steps") == (0, 0)
 
 
 def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
-  player = Player()
-  player.enter(steps=EVERY)
+  player = Player().enter(steps=EVERY)
   player.miss(6)  # Up to step 18, while the site is at step 3.
   # The link has room for four of them until the site merges the first ones.
   player.link.published = player.link.rounds[1:]
@@ -251,8 +249,7 @@ def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
   assert player.learning_rate_count() == {19}
   assert player.received() == [(r, 1, 0) for r in range(6)]
   player.assert_params_are_theta()
-  account = player.account()
-  assert (account["lost"], account["skipped_steps"]) == (1, 15)
+  assert player.account("lost", "skipped_steps") == (1, 15)
   assert player.link.firsts[-1] == 6
   # Its next payload weighs the steps that it trains from now on.
   player.steps(2)
@@ -261,16 +258,14 @@ def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
 
 
 def test_a_site_that_missed_a_round_sends_nothing_and_leaves_out_one_step():
-  player = Player()
-  player.enter(steps=2)
+  player = Player().enter(steps=2)
   player.link.close({1: player.other()})  # The round of step 3.
   player.step()
   # Without step 4 it is in time for the next round.
   assert player.t == 4
   assert player.learning_rate_count() == {4}
   assert not player.link.sent
-  account = player.account()
-  assert (account["lost"], account["skipped_steps"]) == (1, 1)
+  assert player.account("lost", "skipped_steps") == (1, 1)
   assert player.link.firsts == [0, 1]
   player.step()
   assert player.received() == [(0, 1, 0)]
@@ -312,15 +307,14 @@ def test_error_feedback_takes_back_a_payload_that_counts_nowhere():
 
 
 def test_a_site_that_diverges_goes_on_with_the_parameters_of_the_group():
-  player = Player()
-  player.enter()
+  player = Player().enter()
   player.step()
   assert player.site.recovers(player.t)
   player.steps(1, factor=np.nan)
   player.step()  # The send of round 0 finds it.
   assert not player.link.sent
   assert player.link.firsts == [0, 1]  # Nobody waits for its payload of round 0.
-  assert player.account()["restored"] == 1
+  assert player.account("restored") == (1,)
   assert player.learning_rate_count() == {EVERY}
   player.assert_params_are_theta()
   # The log sees the losses later.
@@ -332,25 +326,23 @@ def test_a_site_that_diverges_goes_on_with_the_parameters_of_the_group():
   player.count(1)
   player.steps(TAU)
   assert player.received() == [(0, 1, 0), (1, 2, 1)]
-  assert (player.account()["lost"], player.account()["contributed"]) == (0, 1)
+  assert player.account("lost", "contributed") == (0, 1)
   assert player.site.recovers(EVERY + 1)  # A payload has counted since.
 
 
 def test_a_site_that_diverges_again_at_once_ends():
-  player = Player()
-  player.enter()
+  player = Player().enter()
   player.steps(EVERY, factor=np.nan)
   player.miss()
   player.steps(EVERY, factor=np.nan)
-  assert player.account()["restored"] == 1
+  assert player.account("restored") == (1,)
   assert not player.site.recovers(2 * EVERY)  # So the log raises TrainingDiverged.
   norms = [e.metrics["outer_grad_norm"] for e in player.events if e.kind == "send"]
   assert np.isnan(norms).all()
 
 
 def test_a_site_whose_payload_was_refused_goes_on_with_the_parameters_of_the_group():
-  player = Player(**FEEDBACK, **{"model.param_dtype": "bfloat16"})
-  player.enter(steps=EVERY)
+  player = Player(**FEEDBACK, **{"model.param_dtype": "bfloat16"}).enter(steps=EVERY)
   types = jax.tree.map(lambda x: x.dtype, player.state)
   player.link.close({}, refused=(0, 1))
   theta = outer_state.digests(player.state.outer)
@@ -359,7 +351,7 @@ def test_a_site_whose_payload_was_refused_goes_on_with_the_parameters_of_the_gro
   # No payload counted, so the outer state is what it was.
   assert outer_state.digests(player.state.outer) == theta
   player.assert_params_are_theta()
-  assert (player.account()["restored"], player.account()["lost"]) == (1, 0)
+  assert player.account("restored", "lost") == (1, 0)
   assert player.learning_rate_count() == {EVERY + TAU}
   assert jax.tree.map(lambda x: x.dtype, player.state) == types
   errors = jax.tree.leaves(player.state.outer.codec_state)
@@ -368,8 +360,7 @@ def test_a_site_whose_payload_was_refused_goes_on_with_the_parameters_of_the_gro
 
 
 def test_a_newcomer_starts_from_the_snapshot():
-  donor, player = Player(), Player()
-  donor.enter()
+  donor, player = Player().enter(), Player()
   donor.miss(4)
   donor.step()
   snapshot = outer_state.to_bytes(donor.state.outer)
@@ -388,7 +379,7 @@ def test_a_newcomer_starts_from_the_snapshot():
   player.link.news = Welcome(9, {}, snapshot)
   player.step()
   assert player.t == 28
-  assert player.account()["skipped_steps"] == 12 + (28 - 16)
+  assert player.account("skipped_steps") == (12 + (28 - 16),)
 
 
 def test_a_restarted_site_repeats_no_step_that_the_group_has():
@@ -418,13 +409,12 @@ def test_a_bad_position_in_the_text_ends_no_site(recorded, capsys):
 
 
 def test_a_run_of_which_a_site_took_no_part_is_no_success():
-  player = Player(**{"train.steps": EVERY + TAU})
-  player.enter(steps=EVERY)
+  player = Player(**{"train.steps": EVERY + TAU}).enter(steps=EVERY)
   player.miss()
   player.steps(TAU)
   player.link.missing = [1]
   player.site.drain(player.t, player.state)
-  assert player.account()["absent"] == [1]
+  assert player.account("absent") == ([1],)
   with pytest.raises(ConfigError, match="but site 1 of 2 sent no payload in any round"):
     player.site.close("finished")
   assert player.link.left == ["finished"]
@@ -432,8 +422,7 @@ def test_a_run_of_which_a_site_took_no_part_is_no_success():
 
 
 def test_a_signal_ends_every_wait():
-  player = Player()
-  player.enter()
+  player = Player().enter()
   player.step(ending=True)
   assert player.t == 1
   player.steps(2)
