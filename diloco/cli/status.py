@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from diloco.checkpoint.record import steps_of
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.log.status import (
@@ -57,7 +58,10 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   times = [r["time"] for r in found["step"][:_RECENT]]
   usual = statistics.median(abs(a - b) for a, b in zip(times, times[1:] or times))
   age = last_line(folder / metrics.FILE, now, usual, done)
-  news = {"step": progress(t, total) + (f", {rate:,.0f} tokens/s" if rate else "")}
+  reached = max([t, *steps_of(folder)])  # A stop saves between two lines of the log.
+  news = {
+    "step": progress(reached, total) + (f", {rate:,.0f} tokens/s" if rate else "")
+  }
   if rate and total and t < total and "state" not in age:
     left = (total - t) * step["tokens"] / t / rate
     news["step"] += f", {duration(left)} of training left"

@@ -228,8 +228,8 @@ def count(driver: Driver, args: argparse.Namespace) -> None:
     hours = flops / (MFU * peak * 3600)
     print(f"{name:<8} {runs:>5} {flops:>9.2g} {hours:>11,.3g}")
   print(
-    f"At least: each search begins at its best point. Hours of {chip} at {MFU:.0%}"
-    " of its peak, without evaluation and compilation."
+    "These are the fewest runs: each search begins at its best point. Hours of"
+    f" {chip} at {MFU:.0%} of its peak, without evaluation and compilation."
   )
   if slurm:
     write_jobs(driver, args)

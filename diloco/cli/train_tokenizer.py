@@ -94,6 +94,8 @@ def _explain(error: str, args: argparse.Namespace) -> str:
     if found:
       wrong = sentence.format(found[1])
       return f"--vocab_size is {args.vocab_size}, but the text {wrong}."
+  if own := re.search(r"ConfigError: (.+)", error):  # Raised while it read the text.
+    return own[1]
   return f"SentencePiece cannot train on --source={args.source}: {error}"
 
 

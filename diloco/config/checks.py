@@ -183,7 +183,7 @@ def check_tokens(c: Config, given: Mapping[str, Any]) -> None:
   if steps and tokens and tokens // c.tokens_per_step != steps:
     raise ConfigError(
       f"train.tokens is {tokens:,.0f}, but train.steps is {steps:g}, which decides; set"
-      " train.steps=0 to train on these tokens, or leave train.tokens out."
+      " one of them to 0."
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import pathlib
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from diloco.config.comparable import READING, Basis, basis
 from diloco.errors import ConfigError
 from diloco.log import metrics, workdir
 from diloco.spec import plugins
+from diloco.util import files
 
 # Fields in which runs that are joined may differ: they change nothing but the noise.
 _NOISE = ("seed", "plugins", "log.", "checkpoint.", "profile.", *READING)
@@ -48,8 +50,8 @@ class Run:
 
   @property
   def step(self) -> int:
-    """The newest step."""
-    return max(self.loss, default=0)
+    """The newest step; a site that jumped to the last one has no loss there."""
+    return max([*self.loss, *self.sent], default=0)
 
 
 def read(folder: pathlib.Path, name: str, flag: str = "WORKDIR") -> Run:
@@ -65,6 +67,12 @@ def read(folder: pathlib.Path, name: str, flag: str = "WORKDIR") -> Run:
   """
   c, read_parts = workdir.read(folder, "step", "eval", "send", name=flag, parts=True)
   of = lambda kind: itertools.chain(*(found[kind] for found in read_parts))
+  sent = _by_step(of("step"), "bytes_sent").mean().to_dict()
+  parts = workdir.parts_of(folder)
+  ends = [end for part in parts if (end := files.read_json(part / "summary.json"))]
+  if len(ends) == len(parts):
+    total = statistics.mean(end["bytes_sent_per_replica"] for end in ends)
+    sent[ends[0]["steps"]] = total
   speeds = [found["step"][-1]["tokens_per_s"] for found in read_parts if found["step"]]
   return Run(
     name=name,
@@ -72,10 +80,10 @@ def read(folder: pathlib.Path, name: str, flag: str = "WORKDIR") -> Run:
     loss=_by_step(of("step"), "loss").mean().to_dict(),
     held_out=_by_step(of("eval"), "loss_outer").mean().to_dict(),
     bits=_by_step(of("eval"), "bits_per_byte").mean().to_dict(),
-    sent=_by_step(of("step"), "bytes_sent").mean().to_dict(),
+    sent=sent,
     peak=max(map(_peak, read_parts)),
     tokens_per_s=sum(speeds) if speeds and all(speeds) else None,
-    basis=basis(c.to_dict(), workdir.read_contents(workdir.parts_of(folder)[0])),
+    basis=basis(c.to_dict(), workdir.read_contents(parts[0])),
   )
 
 

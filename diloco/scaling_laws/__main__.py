@@ -205,10 +205,11 @@ def train_command(params: str, own: bool, r: recommend_lib.Recommendation) -> st
     fields["outer.learning_rate"] = f"{r.outer_learning_rate:g}"
   name = f"chinchilla:{params},algorithm={r.algorithm},M={r.replicas}"
   if own or r.params < 10e6:
-    name = "CONFIG"
+    name = f"YOUR_CONFIG_OF_{params}"
     fields = {"algorithm": r.algorithm, "replicas": r.replicas} | fields
-  flags = (f"--config.{field}={value}" for field, value in fields.items())
-  return " ".join(["python -m diloco train", f"--config={name}", *flags])
+  flags = [f"--config.{field}={value}" for field, value in fields.items()]
+  flags = [f"--config={name}", *flags, f"--workdir=runs/{params}"]
+  return " ".join(["python -m diloco train", *flags])
 
 
 def show_answer(answer: dict[str, Any]) -> str:

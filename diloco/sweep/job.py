@@ -83,7 +83,7 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
     else:
       config = f"--config={saved.__file__}:{runs[0] / 'config.json'}"
       words = ["main", config, f"--workdir={runs[0]}"]
-    command = [sys.executable, "-m", "diloco", *words, plugins_flag(runs)]
+    command = [sys.executable, "-m", "diloco", *words, *plugins_flag(runs)]
     if launch:
       command = launched(launch, runs[0], workdir)
     starts = [log.tell() for log in logs]
@@ -168,13 +168,13 @@ def fetch(run: pathlib.Path, workdir: str) -> bool:
   return True
 
 
-def plugins_flag(runs: Iterable[pathlib.Path]) -> str:
-  """Returns the flag by which a process imports the plug-ins of runs."""
+def plugins_flag(runs: Iterable[pathlib.Path]) -> list[str]:
+  """Returns the flag by which a process imports the plug-ins of runs, if any."""
   names = dict[str, str]()
   for run in runs:
     config = files.read_json(run / "config.json") or {}
     names |= {x: plugins.kept(x, run) for x in config.get("plugins", ())}
-  return f"--plugins={','.join(names.values())}"
+  return [f"--plugins={','.join(names.values())}"] if names else []
 
 
 @contextlib.contextmanager

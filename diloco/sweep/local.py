@@ -43,7 +43,7 @@ class Local:
   def start(self, *runs: pathlib.Path) -> None:
     others = {p.pid for p in self._processes.values() if p.poll() is None}
     command = [sys.executable, "-m", "diloco", "job", *map(str, runs)]
-    command.append(job.plugins_flag(runs))
+    command += job.plugins_flag(runs)
     if self._launch:
       worker = self._free_worker(runs[0])
       table.note(runs[0], worker=worker)

@@ -75,7 +75,7 @@ class Slurm:
     return [
       *("sbatch", f"--job-name={self._name(runs[0])}"),
       *(f"--output={paths[0]}/slurm.txt", *self._options, str(script)),
-      *("job", *paths, job.plugins_flag(runs)),
+      *("job", *paths, *job.plugins_flag(runs)),
     ]
 
   def running(self, run: pathlib.Path) -> bool:

@@ -139,7 +139,8 @@ _TYPED = {
 def meant(word: str, known: Iterable[str]) -> str:
   """Returns " (did you mean NAME?)" if known names are like the word, else "".
 
-  Names below the word go first, as train.steps for train, then those of its group and
+  Its plural or singular goes first, then names below the word, as train.steps for
+  train, then those of its group and
   those of any group whose last part is the word's or what the word usually means, then
   those that contain the word, as num_heads does heads, then the name that is spelled
   almost like the word, then those whose last part is.
@@ -153,6 +154,7 @@ def meant(word: str, known: Iterable[str]) -> str:
   ]
   closest = lambda word, ends: difflib.get_close_matches(word, ends, 1, cutoff=0.8)
   attempts = (
+    [name for name, x in plain.items() if x in (f"{word}s", word.removesuffix("s"))],
     [name for name, x in plain.items() if x.startswith(f"{word}.")],
     [name for end in usual for name in ending(f"{group}.{end}") if group],
     [name for end in usual for name in ending(end)],

@@ -153,6 +153,16 @@ def test_sites_are_one_run(tmp_path):
   assert run.sent[12] == 300
 
 
+def test_a_site_that_jumped_to_the_last_step_is_finished(tmp_path):
+  folder = make_run(tmp_path / "site", config(), last=8)
+  run = read_run.read(folder, "site")
+  assert compare.missing(run) == ["site is not finished; the numbers are those so far."]
+  end = {"steps": 12, "bytes_sent_per_replica": 450}
+  (folder / "summary.json").write_text(json.dumps(end))
+  run = read_run.read(folder, "site")
+  assert (run.step, run.sent[12], compare.missing(run)) == (12, 450, [])
+
+
 def test_the_command_writes_the_picture(two, tmp_path, capsys):
   picture = tmp_path / "new/x.png"
   assert compare.main([*map(str, two), f"--out={picture}"]) == 0

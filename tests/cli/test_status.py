@@ -66,6 +66,14 @@ def test_a_run_that_goes_on_tells_all_of_it(tmp_path, config):
   assert f"last sync    {syncs}" in lines
 
 
+def test_a_stop_between_two_lines_of_the_log_tells_the_step_of_its_checkpoint(
+  tmp_path, config
+):
+  write(tmp_path, [*records(9)], config=config)
+  (tmp_path / "checkpoints" / "11").mkdir(parents=True)
+  assert told(tmp_path)["step"].startswith("11 of 12, ")
+
+
 @pytest.mark.parametrize(("age", "stopped"), [(59, False), (61, True)])
 def test_a_run_without_new_lines_has_probably_stopped(tmp_path, config, age, stopped):
   write(tmp_path, records(9), age, config)

@@ -54,6 +54,7 @@ def sentence(*args: str, workdir: tuple[str, ...] = ("--workdir=/tmp",)) -> str:
     ("config.model.qk_norm=maybe", "qk_norm=maybe: give true or false"),
     ("config.overlap.taus=(1,2", r"taus=\(1,2: give values such as \(1, 2\)"),
     ("config.sync_evry=3", r"sync_evry is no field \(did you mean sync_every\?\);"),
+    ("config.replica=1", r"replica is no field \(did you mean replicas\?\);"),
     ("config.format=1", r"format is no field \(did you mean wire.format\?\);"),
     ("config.wire.format.x=1", "--config.wire.format.x is no field"),
     ("config.log=1", r"log is no field \(did you mean log.every or log.\w+ or"),

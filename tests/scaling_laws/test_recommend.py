@@ -259,8 +259,9 @@ def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
   for part in ("524,288 tokens = 256 x 2048", "measured 2.220", "measured 2.224"):
     assert part in text
   assert "figure 7" in text
-  *_, config, flags = text.partition("--config=")[2].split(maxsplit=1)
-  c = load_config(config, flags.split())
+  config, *flags, workdir = text.partition("--config=")[2].split()
+  assert workdir == "--workdir=runs/4B"
+  c = load_config(config, flags)
   assert (c.algorithm, c.replicas, c.train.batch_size) == ("diloco", 2, 256)
   assert c.train.steps == 152_587
   flags = "--params=4B", "--overtrain=2", "--algorithm=data_parallel"

@@ -98,4 +98,4 @@ def test_the_dry_run_counts_the_least_runs_and_starts_none(capsys):
   assert total.split()[1] == "33"
   # 33 runs of 1.5e17 FLOPs (configs/chinchilla.py).
   assert float(total.split()[2]) == pytest.approx(33 * 1.5e17, rel=0.05)
-  assert note.startswith("At least")
+  assert note.startswith("These are the fewest runs")

@@ -241,7 +241,9 @@ def plan(args: Args) -> Answer:
   else:
     shown = rows if "all" in args else [row for row in best.values() if row]
     lines += [*table(shown, args), f"rule         {rule(args)}"]
-    lines += [f"{g:g} Gbit/s: {nothing(args)}" for g, row in best.items() if not row]
+    lines += [
+      f"{g:g} Gbit/s: {nothing(by_rate[g], args)}" for g, row in best.items() if not row
+    ]
   if "out" in args:
     draw = functools.partial(picture, by_rate, good, best)
     lines += palette.save(draw, args["out"])
@@ -261,9 +263,10 @@ def every_row(args: Args, base: Workload) -> list[Row]:
     work = arguments.workload(
       {"config": one, "step_time": base.step_time / faster} | given
     )
-    per_step = (
-      sum(bits for bits, _ in work.transfers) / 8 / work.whole_plan[0].sync_every
-    )
+    # A link may take more bits than are sent, so the bytes are those of an ideal one.
+    ideal = arguments.workload({"config": one, "step_time": work.step_time})
+    per_round = sum(bits for bits, _ in ideal.transfers) / 8
+    per_step = per_round / ideal.whole_plan[0].sync_every
     is_plain = one.algorithm == "data_parallel"
     percent, half, source = (0.0, 0.0, "") if is_plain else loss_above(one, known)
     reached = steady_utilisation(work, [1e9 * rate for rate in args["gbits"]])
@@ -382,7 +385,7 @@ def table(rows: Sequence[Row], args: Args) -> list[str]:
 def advice(rows: Sequence[Row], best: Row | None, args: Args) -> list[str]:
   """Says what less loss than the recommended row's costs, the rule, and the flags."""
   if best is None:
-    return [f"recommended  none: {nothing(args)}."]
+    return [f"recommended  none: {nothing(rows, args)}."]
   lines = [f"rule         {rule(args)}"]
   slower = (r for r in rows if r.hours > best.hours and r.percent < best.percent)
   if after := next(slower, None):
@@ -403,12 +406,16 @@ def rule(args: Args) -> str:
   return f"the smallest loss of all settings that are busy for {ENOUGH:.0%} of the time"
 
 
-def nothing(args: Args) -> str:
-  """Says why no row is recommended."""
+def nothing(rows: Sequence[Row], args: Args) -> str:
+  """Says why no row is recommended, and which one comes nearest."""
   if "target" in args:
     return f"no setting reaches {args['target']:g}; raise --target"
-  why = f"no setting keeps the replicas busy for {ENOUGH:.0%} of the time"
-  return f"{why}; raise --gbits, or H"
+  most = max(rows, key=lambda row: row.utilisation)
+  return (
+    f"no setting keeps the replicas busy for {ENOUGH:.0%} of the time, but"
+    f" H = {most.sync_every}, tau = {most.tau}, {most.format} for"
+    f" {most.utilisation:.1%}; raise --gbits or --config.sync_every"
+  )
 
 
 Rows = Mapping[float, Sequence[Row]]  # The rows of each rate.
