@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import ml_collections
@@ -37,7 +37,7 @@ from diloco.processes.stop import Stop, Stopped, end_on_signal
 from diloco.spec import plugins
 from diloco.spec.schedule import reaches
 from diloco.util import files, remote
-from diloco.util.types import PyTree
+from diloco.util.types import Json, PyTree
 
 
 class Hook(NamedTuple):
@@ -240,7 +240,7 @@ class Session:
 
   def _record(self, run: Run, finished: bool) -> Record:
     """Joins what all processes know of a run; all must call it."""
-    position = dict[str, Any]()
+    position = Json()
     for part in run.peers.all_gather(run.batches.get_state()):
       position.update(part)
     return Record(
@@ -270,7 +270,7 @@ class Session:
       saved = max(run.checkpoints.latest or 0 for run in self.runs)
       self.stop.leave(saved, self.where, stopped.late)
 
-  def finish(self, state: TrainState, events: list[Event]) -> dict[str, Any]:
+  def finish(self, state: TrainState, events: list[Event]) -> Json:
     """Saves the last state, evaluates it, and writes the summaries.
 
     Args:
@@ -287,7 +287,7 @@ class Session:
     self.method.close("finished")
     return found
 
-  def summary(self) -> dict[str, Any]:
+  def summary(self) -> Json:
     """Returns the summary of a run that had ended before."""
     [run] = self.runs
     found = summary.read(run.workdir, run.peers)
@@ -297,8 +297,8 @@ class Session:
       summary.report(run.workdir, found)
     return found
 
-  def _summarise(self, state: TrainState) -> dict[str, Any]:
-    found = dict[str, Any]()
+  def _summarise(self, state: TrainState) -> Json:
+    found = Json()
     for run, own in self._each(state):
       with run.own():
         found = summary.make(

@@ -2,7 +2,6 @@
 
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import ml_collections
 
@@ -11,6 +10,7 @@ from diloco.mesh.modes import training_modes
 from diloco.processes.peers import Peers
 from diloco.processes.stop import Stopped
 from diloco.session import Hook, Part, Session, open_session
+from diloco.util.types import Json
 
 
 def train(
@@ -19,7 +19,7 @@ def train(
   peers: Peers | None = None,
   part: Part | None = None,
   hooks: Sequence[Hook] = (),
-) -> dict[str, Any]:
+) -> Json:
   """Trains a model, resuming from `workdir` if it has a checkpoint.
 
   Args:
@@ -45,7 +45,7 @@ def train(
     return session.summary() if session.is_finished else loop(session)
 
 
-def loop(session: Session) -> dict[str, Any]:
+def loop(session: Session) -> Json:
   """Runs the inner and outer steps of a session; returns the summary, or {} if stopped.
 
   `diloco.together`, which trains several runs at once, uses this loop, too.

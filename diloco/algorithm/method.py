@@ -13,7 +13,7 @@ Steps are numbered from 1; t counts finished inner steps.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import jax
@@ -33,7 +33,7 @@ from diloco.algorithm.state import (
 )
 from diloco.algorithm.streaming import Streaming, make_streaming
 from diloco.config import Config
-from diloco.util.types import PyTree
+from diloco.util.types import Json, PyTree
 from diloco.wire import transport
 
 
@@ -199,7 +199,7 @@ class Method:
     """Returns more text for the progress line."""
     return ""
 
-  def account(self, summary: Mapping[str, PyTree]) -> dict[str, PyTree]:
+  def account(self, summary: Json) -> Json:
     """Returns fields that this method adds to a run's summary, or replaces there."""
     del summary
     return {}

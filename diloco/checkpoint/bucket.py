@@ -26,7 +26,7 @@ from diloco.checkpoint.checksums import named
 from diloco.checkpoint.record import FOLDER, steps_of
 from diloco.processes.peers import Peers
 from diloco.util import remote
-from diloco.util.types import PyTree
+from diloco.util.types import Json, PyTree
 
 _File = tuple[str, np.ndarray]  # Its name and its content.
 _CHUNK = 1 << 26  # Bytes of a chunk at most, if the shape of the shards allows it.
@@ -220,7 +220,7 @@ def _chunk_shape(x: jax.Array) -> list[int]:
   return [max(n, 1) for n in shape]
 
 
-def _describe(x: jax.Array) -> dict[str, Any]:
+def _describe(x: jax.Array) -> Json:
   """Returns the content of .zarray."""
   dtype = np.dtype(x.dtype)
   return {

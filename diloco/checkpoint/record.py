@@ -10,10 +10,10 @@ import dataclasses
 import json
 import pathlib
 import zlib
-from typing import Any
 
 from diloco.errors import ConfigError
 from diloco.util import remote
+from diloco.util.types import Json
 
 FOLDER = "checkpoints"  # In the folder of a run.
 
@@ -51,10 +51,10 @@ class Record:
     checksums: {name: checksum} of the arrays; `Checkpoints.save` fills it in.
   """
 
-  config: dict[str, Any]
-  data: dict[str, Any] = dataclasses.field(default_factory=dict)
-  ledger: dict[str, Any] = dataclasses.field(default_factory=dict)
-  spent: dict[str, Any] = dataclasses.field(default_factory=dict)
+  config: Json
+  data: Json = dataclasses.field(default_factory=dict)
+  ledger: Json = dataclasses.field(default_factory=dict)
+  spent: Json = dataclasses.field(default_factory=dict)
   finished: bool = False
   fsdp: int = 1
   drained: int = 0
@@ -62,7 +62,7 @@ class Record:
   mixtures: list[str] = dataclasses.field(default_factory=list)
   checksums: dict[str, int] = dataclasses.field(default_factory=dict)
 
-  def to_json(self) -> dict[str, Any]:
+  def to_json(self) -> Json:
     """Returns the fields and a checksum of them, for a JSON file."""
     fields = json.loads(json.dumps(dataclasses.asdict(self)))
     return {**fields, "crc32": _crc32(fields)}
@@ -108,5 +108,5 @@ def read_record(workdir: pathlib.Path, step: int) -> Record:
   return Record(**fields)
 
 
-def _crc32(fields: dict[str, Any]) -> int:
+def _crc32(fields: Json) -> int:
   return zlib.crc32(json.dumps(fields, sort_keys=True).encode())

@@ -1,7 +1,6 @@
 """Checks whether a run may go on with a config; says what a longer run changes."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from absl import logging
 
@@ -13,6 +12,7 @@ from diloco.errors import ConfigError
 from diloco.spec import plugins
 from diloco.spec.formats import PLAIN
 from diloco.spec.sizes import coder
+from diloco.util.types import Json
 
 # Fields that may change when a run goes on. They do not change what is computed, with
 # two exceptions: mesh.fsdp changes the codes (`warn_of_other_shards`); mesh, train and
@@ -44,7 +44,7 @@ DIVERGED = "diverged.json"
 _RATES = ("inner.learning_rate", "outer.learning_rate")
 
 
-def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+def differing(old: Json, new: Json) -> dict[str, str]:
   """Returns {field: old -> new} of the fields that differ and are not free."""
   free = FREE_FIELDS + plugins.free()
   # A transport may load a plug-in of its name; the transport is free, so it is, too.
@@ -58,7 +58,7 @@ def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check(
-  saved: Mapping[str, Any],
+  saved: Json,
   c: Config,
   step: int,
   read: Mapping[str, str] | None = None,

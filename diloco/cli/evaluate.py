@@ -13,7 +13,6 @@ import dataclasses
 import json
 import pathlib
 import sys
-from typing import Any
 
 import jax
 
@@ -26,6 +25,7 @@ from diloco.interop.load import load
 from diloco.log.workdir import read_contents
 from diloco.mesh.modes import plain_modes
 from diloco.util import command, files, remote
+from diloco.util.types import Json
 
 
 @plain_modes()
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> None:
     "eval.task_items": args.items,
     "data.data_dir": args.data_dir or model.config.data.data_dir,
   }
-  said: dict[str, Any] = {"step": model.step}
-  details: list[dict[str, Any]] = []
+  said: Json = {"step": model.step}
+  details: list[Json] = []
   with jax.set_mesh(model.mesh):
     evaluation = Evaluation(changed(model.config, fields), model.mesh, args.heldout)
     results = evaluation.tasks(model.params, details, show=bool(args.tasks))

@@ -36,13 +36,14 @@ from diloco.spec import sizes
 from diloco.spec.shapes import flops_per_token, matrix_params, num_params, parameters
 from diloco.util import shipped
 from diloco.util.command import Parser, guarded, load_module, prefixed
+from diloco.util.types import Json
 from diloco.wire.ledger import all_reduced_bytes
 
 CONFIGS = shipped.folder("configs")
 DEFAULT = (CONFIGS / "streaming.py", CONFIGS / "chinchilla.py")
 
 
-def rows(names: list[str]) -> list[dict[str, Any]]:
+def rows(names: list[str]) -> list[Json]:
   """Returns the rows of configs such as `configs/streaming.py:1B,H=100`."""
   found = []
   for name in names or map(str, DEFAULT):
@@ -55,7 +56,7 @@ def rows(names: list[str]) -> list[dict[str, Any]]:
   return found
 
 
-def runs_of(item: str) -> tuple[list[dict[str, Any]], list[str]]:
+def runs_of(item: str) -> tuple[list[Json], list[str]]:
   """Returns the rows and the commands of the runs of an item, at the paper's scale.
 
   Args:
@@ -85,7 +86,7 @@ def runs_of(item: str) -> tuple[list[dict[str, Any]], list[str]]:
   return found, [f"python -m diloco.main {own} --workdir=..." for own in flags]
 
 
-def row(name: str, c: Config) -> dict[str, Any]:
+def row(name: str, c: Config) -> Json:
   """Returns the row of a config; the module's docstring explains the columns."""
   most, sent = traffic(c)
   parallel = c.one_model
@@ -126,7 +127,7 @@ def traffic(c: Config) -> tuple[int, int]:
   return most, sent
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(found: list[Json]) -> str:
   """Formats the rows: one line per run."""
   in_bytes = lambda value: f"{prefixed(value)}B"
   forms: dict[Any, Any] = {

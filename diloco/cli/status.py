@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from diloco.checkpoint.record import steps_of
 from diloco.errors import ConfigError
@@ -35,6 +34,7 @@ from diloco.log.workdir import backwards, read_config
 from diloco.util import files, remote
 from diloco.util.command import Parser, as_place, guarded
 from diloco.util.shipped import PACKAGE
+from diloco.util.types import Json
 
 SUMMARY = "summary.json"
 _RECENT = 20  # The usual time is that of these newest steps.
@@ -86,7 +86,7 @@ def _is_finished(folder: pathlib.Path, trained: float) -> bool:
   return files.read_json(path) is not None and trained <= path.stat().st_mtime
 
 
-def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:
+def newest(folder: pathlib.Path, config: Json) -> metrics.Kinds:
   """Returns the newest records of a run by kind, the newest first.
 
   Reads metrics.jsonl from its end, no further than needed: until there is an

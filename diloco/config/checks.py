@@ -7,7 +7,7 @@ sentence with the field, its value and the remedy.
 import numbers
 import re
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from diloco.config import combinations
@@ -16,6 +16,7 @@ from diloco.spec import plugins, sizes
 from diloco.spec.call_text import LARGEST_FLOAT
 from diloco.spec.fields import Config, Range
 from diloco.util.command import meant
+from diloco.util.types import Json
 
 # What to give in a field of each type.
 _WANTED = {
@@ -27,9 +28,7 @@ _WANTED = {
 }
 
 
-def check_each(
-  v: Mapping[str, Any], defaults: Mapping[str, Any], kinds: Mapping[str, Any]
-) -> dict[str, Any]:
+def check_each(v: Json, defaults: Json, kinds: Json) -> Json:
   """Checks names, types, choices and limits of all fields.
 
   Args:
@@ -111,9 +110,7 @@ def unknown(field: str, known: Collection[str]) -> str:
   return f"{near}{ask}; diloco.main --print_config shows all"
 
 
-def check_together(
-  c: Config, v: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> None:
+def check_together(c: Config, v: Json, defaults: Json) -> None:
   """Checks fields that depend on each other; `v` has all by name."""
   combinations.check({**v, "overlap.tau": max(c.overlap.taus)}, defaults)
   if c.eval.test_tokens and not c.eval.tokens:
@@ -177,7 +174,7 @@ def check_profile(c: Config) -> None:
     )
 
 
-def check_tokens(c: Config, given: Mapping[str, Any]) -> None:
+def check_tokens(c: Config, given: Json) -> None:
   """Refuses tokens that are not those of the steps, if both were given."""
   steps, tokens = given.get("train.steps"), given.get("train.tokens")
   if steps and tokens and tokens // c.tokens_per_step != steps:

@@ -17,6 +17,7 @@ from diloco.errors import ConfigError
 from diloco.spec import plugins
 from diloco.spec.fields import Config
 from diloco.tokenizer.vocabulary import fill_in
+from diloco.util.types import Json
 
 # Fields outside of groups, such as `seed`.
 _ALONE = {
@@ -24,14 +25,12 @@ _ALONE = {
 }
 
 
-def leaves(
-  config: Mapping[str, Any] | ml_collections.ConfigDict, prefix: str = ""
-) -> dict[str, Any]:
+def leaves(config: Json | ml_collections.ConfigDict, prefix: str = "") -> Json:
   """Flattens groups of fields: {"model.dim": 512, ...}; lists (JSON) become tuples.
 
   A placeholder of ml_collections that has no value yet is None.
   """
-  found = dict[str, Any]()
+  found = Json()
   if isinstance(config, ml_collections.ConfigDict):
     items = config.items(preserve_field_references=True)
   else:
@@ -54,7 +53,7 @@ def _held(value: Any) -> Any:
     return None
 
 
-def _types(group: type) -> dict[str, Any]:
+def _types(group: type) -> Json:
   """Returns {"model": {"dim": its type with its Range, ...}, ...}."""
   hints = typing.get_type_hints(group, include_extras=True)
   kinds = {f.name: hints[f.name] for f in dataclasses.fields(group)}
@@ -68,7 +67,7 @@ def _types(group: type) -> dict[str, Any]:
 _TYPES = _types(Config)
 
 
-def _kinds(names: Sequence[str]) -> dict[str, Any]:
+def _kinds(names: Sequence[str]) -> Json:
   """Returns the type of each field of a config with these plug-ins."""
   groups = plugins.load(names)
   kinds = _TYPES | {name: _types(group) for name, group in groups.items()}
@@ -104,17 +103,17 @@ def add_plugins(c: ml_collections.ConfigDict, *names: str) -> None:
   c.plugins = tuple(dict.fromkeys((*c.plugins, *map(plugins.module_of, names))))
 
 
-def _extensions(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _extensions(names: Sequence[str]) -> dict[str, Json]:
   """Returns {name: {field: default}} of the groups of plug-ins."""
   return {n: dataclasses.asdict(kind()) for n, kind in plugins.load(names).items()}
 
 
-def _defaults(names: Sequence[str]) -> dict[str, Any]:
+def _defaults(names: Sequence[str]) -> Json:
   """Returns the default of each field of a config with these plug-ins."""
   return leaves(Config().to_dict() | _extensions(names))
 
 
-def plugins_of(v: Mapping[str, Any]) -> tuple[str, ...]:
+def plugins_of(v: Json) -> tuple[str, ...]:
   """Returns the plug-ins of a config.
 
   Raises:
@@ -155,7 +154,7 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
   return c
 
 
-def complete(saved: Mapping[str, Any]) -> Config:
+def complete(saved: Json) -> Config:
   """Resolves a config read from JSON; fields that it lacks take their defaults.
 
   Raises:
@@ -165,7 +164,7 @@ def complete(saved: Mapping[str, Any]) -> Config:
   return _resolve(saved_fields(saved))
 
 
-def shown(saved: Mapping[str, Any]) -> Config:
+def shown(saved: Json) -> Config:
   """Completes a config for a command that only shows a run; imports no strange plug-in.
 
   The fields of such a plug-in are there, but nothing follows from them.
@@ -190,7 +189,7 @@ def shown(saved: Mapping[str, Any]) -> Config:
   return dataclasses.replace(c, plugins=plugins_of(v), extensions=extensions)
 
 
-def saved_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
+def saved_fields(saved: Json) -> Json:
   """Returns the fields of a config read from JSON by name.
 
   Older versions saved the fields of some plug-ins with every run; these are left out,
@@ -208,7 +207,7 @@ def saved_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
   return v | {"plugins": names}
 
 
-def changed(config: Config, fields: Mapping[str, Any]) -> Config:
+def changed(config: Config, fields: Json) -> Config:
   """Resolves the config again with other values, for example {"eval.tasks": ""}.
 
   Derived fields, such as model.ff_dim and overlap.taus, keep their values.
@@ -216,14 +215,14 @@ def changed(config: Config, fields: Mapping[str, Any]) -> Config:
   return _resolve(leaves(config.to_dict()) | dict(fields))
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+def difference(old: Json, new: Json) -> dict[str, str]:
   """Returns {field: "old -> new"} for the fields in which two nested dicts differ."""
   a, b = leaves(old), leaves(new)
   pairs = {f: (a.get(f, "(absent)"), b.get(f, "(absent)")) for f in sorted(a | b)}
   return {f: f"{x!r} -> {y!r}" for f, (x, y) in pairs.items() if x != y}
 
 
-def _resolve(v: dict[str, Any]) -> Config:
+def _resolve(v: Json) -> Config:
   names = plugins_of(v)
   defaults = _defaults(names)  # Imports paths.
   names = tuple(dict.fromkeys(map(plugins.module_of, names)))
@@ -259,7 +258,7 @@ def _resolve(v: dict[str, Any]) -> Config:
   return c
 
 
-def check_some(fields: Mapping[str, Any]) -> Config:
+def check_some(fields: Json) -> Config:
   """Checks some fields of a config, such as the arguments of the library.
 
   Returns:
@@ -284,16 +283,16 @@ def check_some(fields: Mapping[str, Any]) -> Config:
   return c
 
 
-def _format(v: Mapping[str, Any]) -> str:
+def _format(v: Json) -> str:
   """Returns the number format of the wire."""
   if v["wire.format"] != "auto":
     return str(v["wire.format"])
   return "fp32" if v["algorithm"] == "diloco" else "e3m0"
 
 
-def _build(v: Mapping[str, Any]) -> Config:
+def _build(v: Json) -> Config:
   """Makes a config of the fields in `v`."""
-  groups = dict[str, dict[str, Any]]()  # {group: {name: value}}
+  groups = dict[str, Json]()  # {group: {name: value}}
   for field, value in v.items():
     group, _, name = field.rpartition(".")
     groups.setdefault(group, {})[name] = value

@@ -13,7 +13,6 @@ import functools
 import itertools
 import mmap
 import pathlib
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -23,6 +22,7 @@ from diloco.errors import ConfigError
 from diloco.spec.shapes import EOS_ID
 from diloco.tokenizer.tokenizer import Tokenizer
 from diloco.tokenizer.vocabulary import read_manifest
+from diloco.util.types import Json
 
 ENDS, BYTES = "ends.npy", "bytes.npy"
 # Most arrays open at the same time: each needs a file descriptor.
@@ -104,7 +104,7 @@ class TokenArrays:
     text = self._tokenizer.decode(ids.tolist())
     return self._tokenizer.prefix_bytes(text, num_tokens)
 
-  def _check(self, manifest: dict[str, Any]) -> None:
+  def _check(self, manifest: Json) -> None:
     made_with = manifest["tokenizer"]
     if made_with["sha256"] != self._tokenizer.sha256:
       raise ConfigError(

@@ -1,7 +1,6 @@
 """Training batches on the devices; each process reads only the text of its replicas."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ from jax.sharding import Mesh
 from diloco.config import Config
 from diloco.data import TrainIterator
 from diloco.mesh import sharding
+from diloco.util.types import Json
 
 
 class Replicas(Protocol):
@@ -52,11 +52,11 @@ class Batches:
     tokens = tokens_MxBxL.reshape(self._c.models, -1, tokens_MxBxL.shape[2])
     return sharding.place(tokens, self._sharding)
 
-  def get_state(self) -> dict[str, Any]:
+  def get_state(self) -> Json:
     """Positions in this process's shards, see `TrainIterator.get_state`."""
     return self.data.get_state()
 
-  def set_state(self, state: Mapping[str, Any]) -> None:
+  def set_state(self, state: Json) -> None:
     """Goes to the positions of all processes, joined."""
     self.data.set_state(state)
 

@@ -20,6 +20,7 @@ from diloco.data.documents import MOST_TOKENS, Documents, Sequences, make_docume
 from diloco.data.files import more_documents
 from diloco.data.text_file import digest
 from diloco.errors import ConfigError
+from diloco.util.types import Json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class TrainIterator(Iterator[np.ndarray]):
     rows = np.stack([next(shard)["tokens"] for shard in self._shards.values()])
     return rows.reshape(len(rows) // self._per_replica, -1, rows.shape[2])
 
-  def get_state(self) -> dict[str, dict[str, Any]]:
+  def get_state(self) -> dict[str, Json]:
     """Returns the position after the last batch, as JSON values.
 
     Returns:
@@ -91,7 +92,7 @@ class TrainIterator(Iterator[np.ndarray]):
       for i, shard in self._shards.items()
     }
 
-  def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+  def set_state(self, state: Mapping[str, Json]) -> None:
     """Goes to a position from `get_state`, so that the same batches follow.
 
     Args:

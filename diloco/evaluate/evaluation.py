@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from diloco.config import Config
 from diloco.data import load_tokenizer, make_eval_set
 from diloco.evaluate import heldout, score, tasks
+from diloco.util.types import Json
 
 
 class Scores(NamedTuple):
@@ -81,7 +82,7 @@ class Evaluation:
   def tasks(
     self,
     params: Any,
-    details: list[dict[str, Any]] | None = None,
+    details: list[Json] | None = None,
     show: bool = False,
   ) -> dict[str, tasks.TaskResult]:
     """Computes accuracies by task.

@@ -30,6 +30,7 @@ from diloco.spec.schedule import reaches
 from diloco.spec.shapes import flops_per_token
 from diloco.util import files
 from diloco.util.bar import make_bar
+from diloco.util.types import Json
 from diloco.wire.ledger import Ledger, all_reduced_bytes
 
 
@@ -127,7 +128,7 @@ class Log:
     if self._writer:
       self._writer.write("eval", t, values)
 
-  def results(self, summary: dict[str, Any], text: str) -> None:
+  def results(self, summary: Json, text: str) -> None:
     """Writes generated text, unless it is empty; gives W&B the summary."""
     if self._writer:
       if text:

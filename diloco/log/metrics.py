@@ -17,9 +17,10 @@ from diloco.config.comparable import HELD_OUT, digests
 from diloco.config.resolve import leaves
 from diloco.util import files
 from diloco.util.command import optional
+from diloco.util.types import Json
 
 # {kind: records in order of steps}
-Kinds = dict[str, list[dict[str, Any]]]
+Kinds = dict[str, list[Json]]
 FILE = "metrics.jsonl"
 CONFIG, CONTENTS = "config.json", "contents.json"
 # Indent of a line, so that TensorBoard shows the text verbatim.
@@ -74,7 +75,7 @@ class MetricsWriter:
     if c.log.wandb_project:
       self._wandb = _start_wandb(workdir, c)
 
-  def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+  def write(self, kind: str, step: int, values: Json) -> None:
     """Writes a record of plain Python numbers and lists of numbers."""
     record = self._append(kind, step, values)
     if kind == "eval":  # The held-out text may differ from that of earlier evaluations.
@@ -94,7 +95,7 @@ class MetricsWriter:
     if self._wandb:
       self._wandb.log({"sample": text, "inner_step": step})
 
-  def results(self, summary: Mapping[str, Any]) -> None:
+  def results(self, summary: Json) -> None:
     """Hands the content of summary.json to Weights & Biases."""
     if self._wandb:
       self._wandb.summary.update(dict(summary))
@@ -106,7 +107,7 @@ class MetricsWriter:
     if self._wandb:
       self._wandb.finish()
 
-  def _append(self, kind: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
+  def _append(self, kind: str, step: int, values: Json) -> Json:
     # JSON has no NaN, which stands for "not defined": null takes its place.
     clean = json.loads(json.dumps(values), parse_constant=lambda _: None)
     record = {"kind": kind, "step": step, **clean}
@@ -123,7 +124,7 @@ class Follower:
   def __init__(self, workdir: pathlib.Path):
     self._path, self._next = workdir / FILE, 0  # The first byte that is not read yet.
 
-  def records(self) -> Iterator[dict[str, Any]]:
+  def records(self) -> Iterator[Json]:
     """Yields the records that were added since the last call, in the file's order."""
     with self._path.open("rb") as file:
       file.seek(self._next)
@@ -136,7 +137,7 @@ class Follower:
           yield record
 
 
-def as_record(line: bytes) -> dict[str, Any]:
+def as_record(line: bytes) -> Json:
   """Parses a line of metrics.jsonl; {} if the line is no record."""
   try:
     record = json.loads(line)
@@ -145,7 +146,7 @@ def as_record(line: bytes) -> dict[str, Any]:
     return {}
 
 
-def read(workdir: pathlib.Path, kind: str = "step") -> list[dict[str, Any]]:
+def read(workdir: pathlib.Path, kind: str = "step") -> list[Json]:
   """Reads the records of one kind in order of steps, without abandoned attempts."""
   return read_kinds(workdir, kind)[kind]
 
@@ -167,7 +168,7 @@ def read_kinds(workdir: pathlib.Path, *kinds: str) -> Kinds:
   return {kind: [rs[place] for place in sorted(rs)] for kind, rs in found.items()}
 
 
-def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+def scalars(record: Json) -> dict[str, float]:
   """Names the numbers of a record that make curves.
 
   Dashboards group names by their first part. It is the quantity if there are several

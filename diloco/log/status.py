@@ -8,11 +8,12 @@ import datetime
 import pathlib
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from diloco.checkpoint.record import steps_of
 from diloco.log.workdir import title
 from diloco.util import files, remote
+from diloco.util.types import Json
 
 # A run has probably stopped if it adds no line for _PATIENCE times the usual time of a
 # line, and for _LEAST_S seconds: evaluations and checkpoints take time too.
@@ -37,7 +38,7 @@ class Status(NamedTuple):
 READERS: dict[str, Callable[[pathlib.Path, float], Status]] = {}
 
 
-def heading(config: dict[str, Any]) -> str:
+def heading(config: Json) -> str:
   """Describes a config in a few words."""
   if not config:
     return "config not known, because there is no config.json"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -19,6 +18,7 @@ from diloco.processes.peers import Peers
 from diloco.spec import call_text, sizes
 from diloco.spec.shapes import matrix_params, num_params
 from diloco.util import files
+from diloco.util.types import Json
 
 FILE = "summary.json"
 # Fewer syncs than this leave the outer parameters far behind the replicas.
@@ -34,7 +34,7 @@ def make(
   mesh: Mesh,
   evaluation: Evaluation,
   log: Log,
-) -> dict[str, Any]:
+) -> Json:
   """Evaluates, generates and draws; writes summary.json, prints it and returns it.
 
   Args:
@@ -76,9 +76,7 @@ def make(
   return summary
 
 
-def _numbers(
-  c: Config, log: Log, losses: dict[str, float], scores: Scores
-) -> dict[str, Any]:
+def _numbers(c: Config, log: Log, losses: dict[str, float], scores: Scores) -> Json:
   """The content of summary.json; bytes are those that one replica sends."""
   params, ledger, both = num_params(c.model), log.ledger, repeated(c.data)
   reference = sizes.all_reduce_bytes(c.replicas, params, c.train.steps)
@@ -158,7 +156,7 @@ def _momentum(c: Config) -> str:
   )
 
 
-def read(workdir: pathlib.Path, peers: Peers) -> dict[str, Any] | None:
+def read(workdir: pathlib.Path, peers: Peers) -> Json | None:
   """Reads process 0's summary.json; None if it is absent or damaged."""
   return peers.broadcast(files.read_json(workdir / FILE))
 
@@ -170,7 +168,7 @@ def set_aside(workdir: pathlib.Path, step: int, peers: Peers) -> None:
     path.rename(workdir / f"summary_{step}.json")
 
 
-def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> None:
+def report(workdir: pathlib.Path, summary: Json, text: str = "") -> None:
   """Prints a summary and the paths of the files.
 
   Args:

@@ -4,7 +4,6 @@ import os
 import pathlib
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from diloco.config import Config, changed
 from diloco.config.resolve import leaves, shown
@@ -12,6 +11,7 @@ from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.spec import plugins
 from diloco.util import files
+from diloco.util.types import Json
 
 # Before the error of one of several runs that train together, in its log.txt. Their
 # process prints `error: `, and its output goes to the log.txt of the first run.
@@ -32,7 +32,7 @@ def parts_of(folder: pathlib.Path) -> list[pathlib.Path]:
   return [folder] if (folder / metrics.FILE).is_file() else []
 
 
-def read_config(folder: pathlib.Path) -> dict[str, Any]:
+def read_config(folder: pathlib.Path) -> Json:
   """Reads all fields of a run's config; {} if config.json is absent or damaged."""
   return files.read_json(folder / metrics.CONFIG) or {}
 

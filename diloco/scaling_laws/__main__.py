@@ -14,7 +14,8 @@ import dataclasses
 import json
 import os
 import sys
-from typing import Any
+
+from diloco.util.types import Json
 
 # OpenBLAS reads this when it is loaded. Its threads would spin while L-BFGS works on
 # tiny matrices: `tables` would take ten times the CPU time.
@@ -99,7 +100,7 @@ def figures(args: argparse.Namespace) -> list[str]:
   return paths
 
 
-def fit(args: argparse.Namespace) -> dict[str, Any]:
+def fit(args: argparse.Namespace) -> Json:
   """Fits the laws of a CSV file; prints them and the problems of the runs.
 
   Returns:
@@ -112,7 +113,7 @@ def fit(args: argparse.Namespace) -> dict[str, Any]:
   """
   table = runs.read(args.csv, parse_options(args.where, place="--where"))
   laws, problems = results.fit_runs(table, strict=not args.any)
-  answer: dict[str, dict[str, Any]] = {}
+  answer: dict[str, Json] = {}
   parameters = ["value [90% interval, Student's t]; batch in tokens"]
   missed = ["|log y - log y~| at the largest N of laws fitted to the others, by M"]
   for name, law in laws.items():
@@ -137,7 +138,7 @@ def fit(args: argparse.Namespace) -> dict[str, Any]:
   return answer | {"problems": problems}
 
 
-def recommend(args: argparse.Namespace) -> dict[str, Any]:
+def recommend(args: argparse.Namespace) -> Json:
   """Computes and prints a recommendation and the expected losses.
 
   Returns:
@@ -212,7 +213,7 @@ def train_command(params: str, own: bool, r: recommend_lib.Recommendation) -> st
   return " ".join(["python -m diloco train", *flags])
 
 
-def show_answer(answer: dict[str, Any]) -> str:
+def show_answer(answer: Json) -> str:
   """Formats the answer as text."""
   rounded = answer["batch_sequences"] * answer["seq_len"]
   ratio = answer["tokens"] / answer["params"]
@@ -232,7 +233,7 @@ def show_answer(answer: dict[str, Any]) -> str:
   return "\n".join(f"{name:<22}{text}" for name, text in lines)
 
 
-def _loss(answer: dict[str, Any], key: str) -> str:
+def _loss(answer: Json, key: str) -> str:
   if answer[key] is None:
     return (
       f"no law: laws hold only for {answer['tokens_per_param']:.3g} tokens per"

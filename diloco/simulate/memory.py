@@ -1,13 +1,13 @@
 """Counts the memory of parameters and optimizers (2501.18512, Section 2.5)."""
 
-from typing import Any
+from diloco.util.types import Json
 
 # Bytes per second of an H100 (https://www.nvidia.com/en-gb/data-center/h100): of its
 # memory, which the paper takes for PCIe, and of PCIe 5.0 in one direction.
 RATES = {"2 TB/s": 2e12, "64 GB/s of PCIe": 64e9}
 
 
-def memory(params: float, fragment: float) -> list[dict[str, Any]]:
+def memory(params: float, fragment: float) -> list[Json]:
   """Returns the memory of one replica in float32, and how long it takes to load it.
 
   Args:

@@ -12,11 +12,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from diloco.spec.fragments import Fragment, make_fragments
 from diloco.spec.plugins import NAMES, Average, Extension, Group, Timetable
 from diloco.spec.schedule import Schedule
+from diloco.util.types import Json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -501,7 +502,7 @@ class Config(Extended):
     final, every = int(self.outer.final_sync), range(schedule.num_fragments)
     return tuple(schedule.num_sends(p, self.train.steps) + final for p in every)
 
-  def to_dict(self) -> dict[str, Any]:
+  def to_dict(self) -> Json:
     """Returns nested dicts, which json can write; tuples stay tuples."""
     own = lambda items: {k: v for k, v in items if k != "extensions"}
     core = dataclasses.asdict(self, dict_factory=own)

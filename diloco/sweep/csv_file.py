@@ -18,6 +18,7 @@ from diloco.sweep import table
 from diloco.sweep.table import SUMMARY_COLUMNS, Row
 from diloco.util import files
 from diloco.util.command import one_line
+from diloco.util.types import Json
 
 # Config fields that have a column: the fields in which runs usually differ.
 EXPORTED_FIELDS = {
@@ -101,7 +102,7 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
   return len(runs)
 
 
-def _line(row: Row) -> dict[str, Any]:
+def _line(row: Row) -> Json:
   """Returns a line of the CSV file: {column: cell}."""
   default = leaves(table.as_json(Config()))
   plugins.check_trusted(row["config"].get("plugins", ()))

@@ -8,13 +8,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import ml_collections
 
 from diloco.sweep.chart import Chart
+from diloco.util.types import Json
 
-Point = dict[str, Any]
+Point = Json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,12 +184,12 @@ def _check_list(name: str, values: object, kind: type = object) -> None:
       raise ValueError(f"{name} have {value!r}, which is no {kind.__name__}.")
 
 
-def key(point: Mapping[str, Any]) -> str:
+def key(point: Json) -> str:
   """Returns a text that identifies a point; the order of its fields does not matter."""
   return json.dumps(point, sort_keys=True)
 
 
-def describe(point: Mapping[str, Any]) -> str:
+def describe(point: Json) -> str:
   """Formats a point as readable text: size=s1 algorithm=diloco."""
   short = lambda value: f"{value:.4g}" if isinstance(value, float) else value
   return " ".join(f"{name}={short(value)}" for name, value in point.items())

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from diloco.config import resolve
 from diloco.config.comparable import apart, basis
@@ -27,6 +27,7 @@ from diloco.sweep.table import Row
 from diloco.together import groups
 from diloco.util import files
 from diloco.util.command import one_line
+from diloco.util.types import Json
 
 # A run fails when it has vanished (was killed, ran out of memory, lost its node) this
 # many times in a row. A run that stopped and saved has not vanished.
@@ -62,7 +63,7 @@ class Plan:
 
   point: Point
   name: str
-  config: dict[str, Any]
+  config: Json
   error: str = ""
 
 

@@ -31,8 +31,9 @@ from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.log.workdir import read_contents
 from diloco.util import files
+from diloco.util.types import Json
 
-Row = dict[str, Any]
+Row = Json
 
 # Columns from summary.json: the field in that file and its type. Losses are held-out
 # losses in nats per token; test losses are empty if eval.test_tokens is 0. The accuracy
@@ -219,12 +220,12 @@ def names_by_digest(rows: Mapping[str, Row]) -> dict[str, str]:
   return names
 
 
-def as_json(config: Config) -> dict[str, Any]:
+def as_json(config: Config) -> Json:
   """Returns a config as config.json stores it: lists replace tuples."""
   return json.loads(json.dumps(config.to_dict()))
 
 
-def digest(value: Mapping[str, Any]) -> str:
+def digest(value: Json) -> str:
   """Names a run by its config; a config has the same name on every machine."""
   return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -9,6 +9,7 @@ from typing import Any
 from diloco.errors import ConfigError
 from diloco.tokenizer.tokenizer import load_tokenizer
 from diloco.util.files import local_path, read_json
+from diloco.util.types import Json
 
 MANIFEST, PLAN, TOKENIZER = "manifest.json", "plan.json", "tokenizer.model"
 VERSION = 1
@@ -23,7 +24,7 @@ _CONTENT = {
 }
 
 
-def fill_in(v: dict[str, Any]) -> None:
+def fill_in(v: Json) -> None:
   """Sets `data.tokenizer` and `model.vocab_size` in flat fields if they are open.
 
   Prepared data use the tokenizer in their folder. Text uses the shipped tokenizer.
@@ -58,7 +59,7 @@ def split_folder(source: str, split: str) -> pathlib.Path:
   return root / split
 
 
-def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
+def read_manifest(folder: pathlib.Path) -> Json:
   """Reads the manifest of a finished split.
 
   Raises:

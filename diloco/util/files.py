@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import IO, Any, BinaryIO
 
 from diloco.errors import ConfigError
+from diloco.util.types import Json
 
 # Where this process has its copies of folders in buckets (`remote.local_copy`).
 COPIES = pathlib.Path(tempfile.gettempdir()) / f"diloco-{secrets.token_hex(6)}"
@@ -141,7 +142,7 @@ def cut_half_line(path: pathlib.Path) -> None:
     file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any] | None:
+def read_json(path: pathlib.Path) -> Json | None:
   """Reads a JSON file; None if the file is absent or holds no JSON object."""
   with contextlib.suppress(FileNotFoundError, RecursionError, ValueError):
     value = json.loads(path.read_bytes())
@@ -149,7 +150,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any] | None:
   return None
 
 
-def require_json(path: pathlib.Path, field: str) -> dict[str, Any]:
+def require_json(path: pathlib.Path, field: str) -> Json:
   """Reads a JSON file in a folder that a field or a flag names.
 
   Raises:

@@ -8,3 +8,7 @@ from typing import Any, TypeAlias
 # shapes a tree has, so the docstring of each function does. M replicas share one tree
 # with the suffix `_M`, leaves (M, ...).
 PyTree: TypeAlias = Any
+
+# Json: a JSON object, as a config, a summary or a record in a file: string keys, and
+# values of JSON.
+Json: TypeAlias = dict[str, Any]

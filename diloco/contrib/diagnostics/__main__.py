@@ -23,6 +23,7 @@ from diloco.log.curves import line, points, running_mean, smoothed
 from diloco.log.workdir import title
 from diloco.util.command import Parser, as_path, check_picture, guarded
 from diloco.util.palette import COLORS, OTHERS, PAGE, save, shades
+from diloco.util.types import Json
 
 if TYPE_CHECKING:  # Matplotlib is slow to import.
   from matplotlib.artist import Artist
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # Matplotlib is slow to import.
 
 # The part of a fragment that is no layer: embedding, positions, final norm, head.
 EMBEDDING = "embedding"
-Records = Sequence[dict[str, Any]]
+Records = Sequence[Json]
 # {curve: {step: value}}
 Curves = dict[str, dict[int, float]]
 
@@ -78,9 +79,7 @@ def relative(curves: Curves, norms: Curves) -> Curves:
   return divided
 
 
-def _matrices(
-  records: Records, kind: str
-) -> Iterator[tuple[dict[str, Any], str, np.ndarray]]:
+def _matrices(records: Records, kind: str) -> Iterator[tuple[Json, str, np.ndarray]]:
   """Yields each value KIND.MATRIX of the records: its record, MATRIX, the value."""
   for r in records:
     for name in r:

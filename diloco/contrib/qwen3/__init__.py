@@ -11,7 +11,7 @@ values, K head size, V vocabulary.
 """
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated
 
 from diloco.config import Config
 from diloco.config.checks import divide
@@ -20,6 +20,7 @@ from diloco.spec import plugins, shapes
 from diloco.spec.fields import Count, ModelConfig, Range
 from diloco.spec.plugins import Rule
 from diloco.spec.shapes import Architecture
+from diloco.util.types import Json
 
 NAME = "qwen3"
 
@@ -40,7 +41,7 @@ class Qwen3(plugins.Extension):
   # Whether the head is the token embedding. False: the head has its own matrix.
   tie_embeddings: bool = True
 
-  def fill_in(self, c: Config) -> dict[str, Any]:
+  def fill_in(self, c: Config) -> Json:
     if c.model.name != NAME:
       return {}
     dim, heads = c.model.dim, c.model.num_heads

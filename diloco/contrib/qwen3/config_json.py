@@ -1,12 +1,12 @@
 """The config.json of transformers' Qwen3ForCausalLM, read and written. No JAX."""
 
 import pathlib
-from typing import Any
 
 from diloco.contrib.qwen3 import NAME, Qwen3
 from diloco.errors import ConfigError
 from diloco.spec.fields import ModelConfig
 from diloco.util.files import local_path, require_json
+from diloco.util.types import Json
 
 CONFIG, ARCHITECTURE = "config.json", "Qwen3ForCausalLM"
 # {field: its name in config.json}
@@ -26,7 +26,7 @@ NAMES = {
 FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 
 
-def describe(m: ModelConfig, dtype: str) -> dict[str, Any]:
+def describe(m: ModelConfig, dtype: str) -> Json:
   """Returns the config.json of a model, without the ids of special tokens.
 
   Args:
@@ -48,7 +48,7 @@ def describe(m: ModelConfig, dtype: str) -> dict[str, Any]:
   }
 
 
-def fields_of(folder: str | pathlib.Path) -> dict[str, Any]:
+def fields_of(folder: str | pathlib.Path) -> Json:
   """Returns the fields that a folder's config.json fixes, by name.
 
   Raises:

@@ -25,6 +25,7 @@ from diloco.spec.fields import ModelConfig
 from diloco.tokenizer.json_model import JsonModel
 from diloco.util.command import one_line, optional
 from diloco.util.files import require_json
+from diloco.util.types import Json
 
 GENERATION, INDEX = "generation_config.json", f"{WEIGHTS}.index.json"
 # {our name: their name}, where {} is the layer.
@@ -108,7 +109,7 @@ def write(
 
 def read(
   m: ModelConfig, tokenizer: Tokenizer, folder: pathlib.Path
-) -> tuple[dict[str, Any], Iterator[tuple[str, np.ndarray]]]:
+) -> tuple[Json, Iterator[tuple[str, np.ndarray]]]:
   """Reads a folder with model.safetensors, or with an index of several files.
 
   Returns:
@@ -193,7 +194,7 @@ def _check_vocabulary(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
     )
 
 
-def _pieces(content: dict[str, Any]) -> Any:
+def _pieces(content: Json) -> Any:
   vocabulary = content["model"]["vocab"]
   return vocabulary if isinstance(vocabulary, dict) else [x[0] for x in vocabulary]
 

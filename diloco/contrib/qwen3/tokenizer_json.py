@@ -17,6 +17,7 @@ from diloco.spec.shapes import BOS_ID, UNK_ID
 from diloco.tokenizer.json_model import ROLES, SPECIAL, JsonModel
 from diloco.tokenizer.tokenizer import Tokenizer
 from diloco.util.command import optional
+from diloco.util.types import Json
 
 UNIGRAM, BPE = 1, 2
 NORMAL, USER_DEFINED = 1, 4
@@ -25,14 +26,14 @@ SPACE = "▁"
 NAMES = ("<pad>", "</s>", "<s>", "<unk>")
 
 
-def convert(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+def convert(tokenizer: Tokenizer) -> dict[str, Json]:
   """Returns {file name: JSON} of the tokenizer files that transformers loads.
 
   Raises:
     ConfigError: tokenizers have no counterpart to the model's algorithm, or the package
       tokenizers is missing.
   """
-  about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+  about: Json = {"tokenizer_class": "PreTrainedTokenizerFast"}
   if isinstance(tokenizer.model, JsonModel):
     content = json.loads(tokenizer.serialized())
     about |= content.pop(SPECIAL)

@@ -11,8 +11,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ from diloco.processes.peers import Peers, print_line
 from diloco.processes.stop import Stop, Stopped
 from diloco.spec import sizes
 from diloco.spec.schedule import reaches
-from diloco.util.types import PyTree
+from diloco.util.types import Json, PyTree
 
 
 @dataclasses.dataclass
@@ -133,7 +132,7 @@ class Site(Method):
     # The step of the last restore, until a payload of this site counts again.
     self._restored_at: int | None = None
 
-  def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+  def account(self, summary: Json) -> Json:
     c, sent, own = self.part.config, summary["bytes_sent_per_replica"], self._account
     index, params = self.part.index, summary["params"]
     line = (
@@ -184,7 +183,7 @@ class Site(Method):
     )
     return step, _at_step(self._take(state, welcome), step)
 
-  def _find_text(self, t: int, recorded: Mapping[str, Any]) -> str:
+  def _find_text(self, t: int, recorded: Json) -> str:
     """Goes to the recorded positions of later steps than t; returns a description.
 
     A bad position ends no site: it goes on where its checkpoint is.

@@ -42,6 +42,7 @@ from diloco.mesh import memory, sharding
 from diloco.mesh.devices import make_mesh
 from diloco.model import attention
 from diloco.util.bar import make_bar
+from diloco.util.types import Json
 
 _CONFIG = command_line.define_config()
 _SECONDS = flags.DEFINE_float(
@@ -53,7 +54,7 @@ _FLAGS = flags.DEFINE_bool(
 # A setting replaces another if its step takes at most this share of the time: smaller
 # differences are noise.
 _BETTER = 0.98
-Fields = dict[str, Any]
+Fields = Json
 # Times two configs in turn; returns both times in seconds, infinity for a config that
 # does not fit in the memory. Raises ConfigError if one cannot work.
 Timer = Callable[[Config, Config], tuple[float, float]]
@@ -88,7 +89,7 @@ def search(
     groups: from `candidates`.
     out: where the rows go; None: stdout.
   """
-  best, tried = dict[str, Any](), {c}
+  best, tried = Json(), {c}
   every = list(itertools.chain(*groups))
   with make_bar(iterable=every, unit="setting", disable=None, leave=False) as bar:
     show = lambda row: bar.write(row, file=out)

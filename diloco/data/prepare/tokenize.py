@@ -13,7 +13,6 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from etils import epath  # Also reads gs:// and s3:// paths.
@@ -30,6 +29,7 @@ from diloco.tokenizer import vocabulary
 from diloco.tokenizer.tokenizer import load_tokenizer
 from diloco.tokenizer.vocabulary import MANIFEST, PLAN, TOKENIZER
 from diloco.util.files import read_json, replacing, write, write_json
+from diloco.util.types import Json
 
 # Least and most bytes on disk of a unit, and how many units to aim at: few, because
 # training keeps all arrays open (files that cannot be cut may double the number), but
@@ -45,7 +45,7 @@ def tokenize(
   data_dir: str = "",
   workers: int = 1,
   unit_size: int = 0,
-) -> dict[str, Any]:
+) -> Json:
   """Writes a split of a source as token arrays, or continues after an interruption.
 
   Args:
@@ -132,7 +132,7 @@ def _revision(files: Sequence[pieces_lib.Piece]) -> str:
     return digest(parts())
 
 
-def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
+def _check_plan(folder: pathlib.Path, plan: Json) -> None:
   """Writes the plan; if the folder has one already, checks that both are equal."""
   for path in (folder / MANIFEST, folder / PLAN):
     if path.is_file():
@@ -180,10 +180,10 @@ def _index_path(path: pathlib.Path) -> pathlib.Path:
   return path.with_suffix(".index.npy")
 
 
-def _join(folder: pathlib.Path, plan: dict[str, Any], units: Units) -> None:
+def _join(folder: pathlib.Path, plan: Json, units: Units) -> None:
   """Writes the index of all documents and, last, the manifest."""
   num_bytes, num_tokens = 0, 0
-  shards: list[dict[str, Any]] = []
+  shards: list[Json] = []
   with (
     _growing_array(folder / arrays_lib.ENDS, np.uint64) as append_ends,
     _growing_array(folder / arrays_lib.BYTES, np.uint32) as append_bytes,

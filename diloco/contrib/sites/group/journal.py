@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from diloco.contrib.sites.group.records import pack, read
 from diloco.contrib.sites.group.rounds import Measured
 from diloco.util.storage import Storage
+from diloco.util.types import Json
 
 FOLDER, LINES = "journal", "rounds.jsonl"
 # What values of another kind than expected lead to.
@@ -53,13 +54,13 @@ class Closed(NamedTuple):
   data: Mapping[str, Any] = {}
 
 
-def header_of(closed: Closed) -> dict[str, Any]:
+def header_of(closed: Closed) -> Json:
   """Returns a round as JSON values, with the sizes of its payloads."""
   sizes = {site: len(data) for site, data in closed.payloads.items()}
   return closed._asdict() | {"payloads": sizes}
 
 
-def closed_of(header: Mapping[str, Any], body: bytes | memoryview) -> Closed:
+def closed_of(header: Json, body: bytes | memoryview) -> Closed:
   """Makes a round of its header and its payloads, one after the other."""
   by_site = lambda name: {int(site): x for site, x in header[name].items()}
   payloads, start = dict[int, bytes](), 0
@@ -74,15 +75,15 @@ def closed_of(header: Mapping[str, Any], body: bytes | memoryview) -> Closed:
   )
 
 
-def line_of(header: Mapping[str, Any]) -> bytes:
+def line_of(header: Json) -> bytes:
   """Returns the line of a round in rounds.jsonl."""
   line = {name: value for name, value in header.items() if name != "data"}
   return json.dumps(line).encode() + b"\n"
 
 
-def headers_in(lines: Iterable[bytes]) -> dict[int, dict[str, Any]]:
+def headers_in(lines: Iterable[bytes]) -> dict[int, Json]:
   """Reads lines of rounds.jsonl, of which some may be damaged."""
-  found = dict[int, dict[str, Any]]()
+  found = dict[int, Json]()
   for line in lines:
     with contextlib.suppress(*_DAMAGE):
       header = json.loads(line)
@@ -104,16 +105,16 @@ class Journal:
 
   def __init__(self, storage: Storage):
     self._storage, self.first, self.closed = storage, 0, 0
-    self.data, self.headers = dict[str, Any](), dict[int, dict[str, Any]]()
+    self.data, self.headers = Json(), dict[int, Json]()
     self._recent = dict[int, Closed]()
 
-  def begin(self, number: int, head: Mapping[str, Any]) -> None:
+  def begin(self, number: int, head: Json) -> None:
     """Begins with the head of a snapshot after `number` rounds, unless it has more."""
     if number > self.closed:
       self.closed, self.data = number, dict(head["data"])
       self.headers |= {header["round"]: header for header in head["rounds"]}
 
-  def head(self, digests: list[int], since: int, until: int) -> dict[str, Any]:
+  def head(self, digests: list[int], since: int, until: int) -> Json:
     """Returns the head of a snapshot.
 
     Args:
@@ -172,9 +173,9 @@ class Journal:
     self.closed = max(self.closed, closed.round + 1)
 
 
-def history(storage: Storage) -> dict[int, dict[str, Any]]:
+def history(storage: Storage) -> dict[int, Json]:
   """Returns the headers of all rounds before the newest snapshot."""
-  found = dict[int, dict[str, Any]]()
+  found = dict[int, Json]()
   for name in storage.names("snapshots"):
     if name.endswith(".head") and (head := read(storage, f"snapshots/{name}")):
       found |= {header["round"]: header for header in head[0]["rounds"]}

@@ -8,8 +8,8 @@ former holder may wake up: this costs time, but no round can be written twice
 """
 
 import random
-from collections.abc import Mapping
-from typing import Any
+
+from diloco.util.types import Json
 
 _BEATS = 8  # Changes of the counter in the time after which the lease is lost.
 
@@ -32,13 +32,13 @@ class Lease:
       name: of this process, random.
       lost_s: seconds without a change after which a site claims the lease.
     """
-    self.held, self.seen, self.beat_s = False, dict[str, Any](), lost_s / _BEATS
+    self.held, self.seen, self.beat_s = False, Json(), lost_s / _BEATS
     self._name, self._lost_s = name, lost_s
     self._term = 0  # Of this site's claim; 0: it has none.
     self._claimed_at = self._beat_at = self._changed_at = 0.0
     self._patience = 1.0
 
-  def observe(self, found: Mapping[str, Any] | None, now: float) -> None:
+  def observe(self, found: Json | None, now: float) -> None:
     """Takes the record that is there, if any."""
     if not self._changed_at:
       self._renew(now)
@@ -61,7 +61,7 @@ class Lease:
       self.beat_s if gone else self._lost_s
     )
 
-  def record(self, now: float, **more: object) -> dict[str, Any]:
+  def record(self, now: float, **more: object) -> Json:
     """Returns the next record of a holder, or of a site that claims the lease."""
     if not self._term:
       self._term, self._claimed_at = self.seen.get("term", 0) + 1, now
@@ -71,7 +71,7 @@ class Lease:
     self.seen = self.seen | more | own | {"beat": beat}
     return self.seen
 
-  def leave(self) -> dict[str, Any]:
+  def leave(self) -> Json:
     """Returns the last record of a holder, which another site follows at once."""
     self.held = False
     return self.seen | {"beat": self.seen["beat"] + 1, "left": True}
@@ -81,13 +81,13 @@ class Lease:
     self._changed_at, self._patience = now, random.uniform(1.0, 1.5)
 
 
-def _is_record(found: Mapping[str, Any]) -> bool:
+def _is_record(found: Json) -> bool:
   kinds = {"name": str, "term": int, "beat": int, "left": bool}
   added = {"site": int, "snapshot": int, "first": int, "inside": int, "started": bool}
   kinds |= {name: kind for name, kind in added.items() if name in found}
   return all(isinstance(found.get(name), kind) for name, kind in kinds.items())
 
 
-def _rank(record: Mapping[str, Any]) -> tuple[int, str, int]:
+def _rank(record: Json) -> tuple[int, str, int]:
   """Orders records: of two that claim at once, one goes before the other."""
   return record.get("term", 0), record.get("name", ""), record.get("beat", -1)

@@ -23,7 +23,6 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from diloco.contrib.sites import SitesConfig
 from diloco.contrib.sites.calendar import Calendar
@@ -35,6 +34,7 @@ from diloco.contrib.sites.group.records import Record, pack
 from diloco.contrib.sites.group.rounds import Measure
 from diloco.errors import ConfigError
 from diloco.util.storage import Storage
+from diloco.util.types import Json
 from diloco.wire.transport import ExchangeFailed
 
 _KEPT = 64  # Rounds whose digests are kept, for a site that comes back.
@@ -52,7 +52,7 @@ class Welcome:
   """
 
   round: int
-  data: dict[str, Any]
+  data: Json
   snapshot: bytes = b""
 
 
@@ -141,7 +141,7 @@ class Link:
     self._wait(lambda: self._started or stopping())
     return self._started
 
-  def send(self, number: int, data: bytes, fields: dict[str, Any]) -> None:
+  def send(self, number: int, data: bytes, fields: Json) -> None:
     """Sends the payload of a round; `fields` are those of `records.Payload`."""
     with self._changed:
       if number >= self._next:  # Otherwise the round closed without this site.
@@ -316,7 +316,7 @@ class Link:
     if self._lease.held and not held:
       self._print(f"Group: site {self._site} closes the rounds.")
     if self._lease.is_due(now):
-      news: dict[str, Any] = {"site": self._site}
+      news: Json = {"site": self._site}
       if self._holder:
         news |= {"inside": self._holder.inside, "started": self._holder.started}
       await self._write("lease", pack(self._lease.record(now, **news)))
@@ -478,7 +478,7 @@ class Link:
         if number is not None and number < first and not name.endswith(".head"):
           self._storage.delete(f"{folder}/{name}")
 
-  async def _read(self, name: str) -> tuple[dict[str, Any], memoryview] | None:
+  async def _read(self, name: str) -> tuple[Json, memoryview] | None:
     return await asyncio.to_thread(records.read, self._storage, name)
 
   async def _write(self, name: str, data: bytes) -> None:

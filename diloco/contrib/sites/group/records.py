@@ -7,20 +7,20 @@ damaged counts as one that is not there yet, and is read again later.
 import contextlib
 import json
 import zlib
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import NamedTuple, TypedDict, cast
 
 from diloco.contrib.sites.calendar import Calendar
 from diloco.util.storage import Storage
+from diloco.util.types import Json
 
 
-def pack(head: Mapping[str, Any], *bodies: bytes | memoryview) -> bytes:
+def pack(head: Json, *bodies: bytes | memoryview) -> bytes:
   """Joins a JSON object and bytes, with a checksum."""
   data = b"".join((json.dumps(head).encode(), b"\n", *bodies))
   return data + zlib.crc32(data).to_bytes(4)
 
 
-def unpack(content: bytes) -> tuple[dict[str, Any], memoryview] | None:
+def unpack(content: bytes) -> tuple[Json, memoryview] | None:
   """Returns what `pack` has joined; None for any other bytes."""
   whole, end = memoryview(content), content.find(b"\n")
   if zlib.crc32(whole[:-4]).to_bytes(4) != whole[-4:]:
@@ -31,7 +31,7 @@ def unpack(content: bytes) -> tuple[dict[str, Any], memoryview] | None:
   return None
 
 
-def read(storage: Storage, name: str) -> tuple[dict[str, Any], memoryview] | None:
+def read(storage: Storage, name: str) -> tuple[Json, memoryview] | None:
   """Reads a file that `pack` has made; None if it is not there in whole."""
   return unpack(storage.get(name) or b"")
 
@@ -72,7 +72,7 @@ def read_record(storage: Storage, calendar: Calendar, site: int) -> Record | Non
   return as_record(found[0], calendar) if found else None
 
 
-def as_record(head: dict[str, Any], calendar: Calendar) -> Record | None:
+def as_record(head: Json, calendar: Calendar) -> Record | None:
   """Returns a record of these values, unless they make no sense."""
   is_round = lambda x: is_whole(x, 0, len(calendar.rounds))
   sent, digests, ready = (head.get(name) for name in ("sent", "digests", "ready"))
@@ -105,12 +105,12 @@ class Payload(NamedTuple):
 
   tokens: int
   per_step: int
-  data: dict[str, Any]
+  data: Json
   body: bytes | memoryview
 
 
 def check_payload(
-  calendar: Calendar, number: int, site: int, head: Mapping[str, Any], body: memoryview
+  calendar: Calendar, number: int, site: int, head: Json, body: memoryview
 ) -> Payload:
   """Reads what a site says of its payload.
 
