@@ -14,7 +14,9 @@ import sys
 import venv
 import zipfile
 
+import jax
 import pytest
+from dry_run_needs import needs_libtpu
 
 from diloco.simulate.steady import steady_utilisation
 
@@ -156,7 +158,7 @@ def run(name: str, cells: slice = slice(None), **smaller: str) -> dict:
 def folder(monkeypatch, tmp_path, keeps_path):
   monkeypatch.setenv("MPLBACKEND", "agg")  # Draws the plots and shows none.
   monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
-  monkeypatch.chdir(ROOT / "notebooks")
+  monkeypatch.chdir(tmp_path)  # Outside a clone, as on Colab.
   yield
   from matplotlib import pyplot
 
@@ -205,6 +207,18 @@ def test_the_own_loop_has_fragments_by_path(folder):
 def test_the_config_of_the_quickstart_has_a_schedule(folder, capsys):
   assert run("quickstart", slice(3))["schedule"].num_fragments == 5
   assert "fragments.size: 3 -> 1" in capsys.readouterr().out
+
+
+@pytest.mark.slow("compiles for TPUs")
+@needs_libtpu
+def test_the_cell_for_tpus_fits_a_chip(folder):
+  names = {"jax": jax}
+  exec(code("quickstart")[-1], names)
+  flags = [f"--config={names['name']}", *(f"--config.{x}" for x in names["fields"])]
+  flags += ["--topology=v5e:1x1", "--quick"]
+  command = [sys.executable, "-m", "diloco", "aot", *flags]
+  done = subprocess.run(command, capture_output=True, text=True, check=True)
+  assert done.stdout.splitlines()[-1].endswith("of 15.75 GiB, fits")
 
 
 @pytest.mark.slow("whole notebooks")
