@@ -55,10 +55,11 @@ class Ablation:
       scale if configs/ladder.py has them.
     chart: how the cells are compared.
     also: figures of the same runs, at sizes of the option `size`, or other numbers.
-    tuned: whether small runs tune the inner rate, with the seed 0. Several seeds are
-      then 1, 2, ..., because the best of many runs is a lucky one.
-    rates: {scale: outer rates among which each cell chooses}. If the inner rate is
-      tuned too, the search begins at RATE, and data-parallel has no outer rate.
+    tuned: what small runs tune with the seed 0, of lr and outer_lr. Several seeds are
+      then 1, 2, ..., because the best of many runs is a lucky one. Data-parallel has no
+      outer rate.
+    rates: {scale: outer rates among which each cell chooses}. If they are tuned, the
+      search begins with the middle one.
   """
 
   family: str
@@ -66,7 +67,7 @@ class Ablation:
   paper: Sequence[Point]
   chart: Chart
   also: str = ""
-  tuned: bool = False
+  tuned: Sequence[str] = ()
   rates: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -138,13 +139,16 @@ _CADENCE = cross(
   algorithm=("diloco", "streaming"), replicas=(2,), sync_every=(5, 10, 30, 100, 300)
 )
 _H = "inner steps between syncs H"
+# Momentum of both papers, and the rate of Streaming DiLoCo (section 3.2).
+_PAPERS = {"momentum": 0.9, "outer_lr": 0.4}
+_M2 = cross(algorithm=("diloco", "streaming"), replicas=(2,))
 ABLATIONS = {
   "algorithms": Ablation(
     "streaming",
     _algorithms(),
     _algorithms(),
     Chart("Algorithms at one size (2501.18512, table 5)", "name", xlabel="algorithm"),
-    tuned=True,
+    tuned=("lr",),
   ),
   "fragments": Ablation(
     "streaming",
@@ -244,7 +248,7 @@ ABLATIONS = {
       log=True,
     ),
     also="(2503.09799, figures 5, 14, 15, 16, 17, 18, 19)",
-    tuned=True,
+    tuned=("lr", "outer_lr"),
     rates={"small": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)},
   ),
   "outer_rate": Ablation(
@@ -269,6 +273,60 @@ ABLATIONS = {
       "paper": (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0),
     },
   ),
+  "outer_rate_9": Ablation(
+    "chinchilla",
+    [
+      c | {"momentum": 0.9, "sync_every": h}
+      for c in replicas(2)[1:]
+      for h in (1, 10, 100)
+    ],
+    [],
+    Chart(
+      "Outer rates with momentum 0.9 (2503.09799, figure 9)",
+      "sync_every",
+      ALGORITHM,
+      _H,
+      log=True,
+      y=(("outer_lr", "best outer rate"), ("loss", LOSS)),
+    ),
+    tuned=("outer_lr",),
+    rates={"small": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)},
+  ),
+  "rate_9": Ablation(
+    "streaming",
+    [c | _PAPERS | {"outer_lr": rate} for c in _M2 for rate in (0.4, 0.8)],
+    [],
+    Chart(
+      "Outer rate with momentum 0.9 (2501.18512, section 3.2)",
+      "outer_lr",
+      ALGORITHM,
+      "outer rate",
+    ),
+  ),
+  "cadence_9": Ablation(
+    "streaming",
+    [c | _PAPERS | {"sync_every": h} for c in _M2 for h in (5, 30)],
+    [],
+    Chart(
+      "Inner steps with momentum 0.9 (2501.18512, figure 13)",
+      "sync_every",
+      ALGORITHM,
+      _H,
+      log=True,
+    ),
+  ),
+  "tau_9": Ablation(
+    "streaming",
+    [c | _PAPERS for c in streaming(cross(alpha=(0.0, 0.5), tau=(1, 10)))],
+    [],
+    Chart(
+      "Overlap with momentum 0.9 (2501.18512, figure 8)",
+      "tau",
+      ("alpha",),
+      "overlapped steps τ",
+      words={"alpha": {0.0: "α = 0", 0.5: "α = 0.5"}},
+    ),
+  ),
   "overtrain": Ablation(
     "chinchilla",
     [c | {"overtrain": x} for c in replicas(1, 2, 4) for x in (1, 4, 16)],
@@ -287,7 +345,7 @@ ABLATIONS = {
     _methods(),
     _methods(),
     Chart("Later methods (docs/methods.md)", "method"),
-    tuned=True,
+    tuned=("lr",),
   ),
 }
 OPTIONS = {"scale": ("small", "paper"), "seeds": int, "size": str, "text": str}
@@ -306,8 +364,8 @@ def get_sweep(argument: str = "") -> Sweep:
   scale, seeds = options.get("scale", "small"), options.get("seeds", 1)
   if scale == "paper" and not ablation.paper:
     raise ConfigError(
-      f"{name} has no scale=paper; its runs at the paper's sizes are those of"
-      " --sweep=ladder:size=550M, which tunes the batch, too."
+      f"{name} has no scale=paper; --sweep=ladder:size=550M tunes the batch, and the"
+      " other ablations of scale=paper have outer momentum 0.9."
     )
   unused = "size" if scale == "small" else "text"
   if seeds < 1 or unused in options:
@@ -347,14 +405,17 @@ def _grids(
   if scale == "paper" or not ablation.tuned:
     axes = [Axis("outer_lr", values)] if values else []
     return [Grid(name, seeded(range(seeds)), axes)]
-  axes = [Axis("lr", (power(ROOT2, START),), ratio=ROOT2)]
-  both = [*axes, Axis("outer_lr", values, first=(RATE,))] if values else axes
+  later = seeded(range(1, seeds + 1)) if seeds > 1 else []
   plain = [cell for cell in cells if cell["algorithm"] == "data_parallel"]
   others = [cell for cell in cells if cell not in plain]
-  later = seeded(range(1, seeds + 1)) if seeds > 1 else []
+  inner = [Axis("lr", (power(ROOT2, START),), ratio=ROOT2)]
+  middle = values[len(values) // 2 :][:1]
+  both = [*inner, Axis("outer_lr", values, first=middle)] if values else inner
+  axes = [axis for axis in both if axis.name in ablation.tuned]
+  first = [Grid(f"{name} data-parallel", seeded([0], plain), inner)] if plain else []
   return [
-    Grid(f"{name} data-parallel", seeded([0], plain), axes),
-    Grid(name, seeded([0], others), both),
+    *first,
+    Grid(name, seeded([0], others), axes),
     Grid(f"{name} seeds", later, (), lambda cell: {**cell, "seed": 0}),
   ]
 
@@ -374,6 +435,8 @@ def get_config(point: Point, family: str = "streaming", text: str = "sotu"):
   c.sync_every = point.get("sync_every", 30)
   c.inner.learning_rate = point.get("lr", c.inner.learning_rate)
   c.outer.learning_rate = point.get("outer_lr", c.outer.learning_rate)
+  if "momentum" in point:
+    c.outer.optimizer = f"sgd(momentum={point['momentum']}, nesterov=True)"
   if point.get("fedpart"):
     add_plugins(c, "fedpart")
     c.fedpart.on = True
@@ -443,7 +506,8 @@ def paper_runs(item: str) -> list[tuple[str, ConfigDict, str]]:
     tuned cell has one run; its sweep tries more inner rates. Empty for an unknown item.
   """
   found = []
-  for name in of_item(item):
+  names = of_item(item)
+  for name in [n for n in names if ABLATIONS[n].paper] or names:
     sweep, family = get_sweep(f"{name},scale=paper"), ABLATIONS[name].family
     searches = search_all(sweep.grids, lambda point: None)
     for point in [point for search in searches for point in search.points]:

@@ -249,7 +249,7 @@ def test_the_runs_of_an_item_have_steps_tokens_flops_and_commands(capsys):
   assert listing.main(["--of=2503.09799 table 99"]) == 2
   assert "write one of 2501.18512 table 5, " in capsys.readouterr().err
   assert listing.main(["--of=2503.09799 figure 3b"]) == 2
-  assert "are those of --sweep=ladder:size=550M" in capsys.readouterr().err
+  assert "--sweep=ladder:size=550M tunes the batch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
