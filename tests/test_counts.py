@@ -28,7 +28,7 @@ def table(name: str) -> list[dict[str, str]]:
 
 # Pages of what to do, which nobody reads if they are longer.
 DO = "settings data machines aot watch library extend evaluation models operate sweep"
-DO += " ablations scaling_laws simulate"
+DO += " ablations scaling_laws simulate sites"
 
 
 def test_the_front_page_the_manual_and_its_pages_are_short():

@@ -148,7 +148,8 @@ class Log:
         extra["bytes"] = event.sent
         self._check_finite(event.step, values["outer_grad_norm"], "outer gradient norm")
       elif event.kind == "receive":
-        self._last_sync = f"sync {event.fragment} @ {event.step}"
+        name = "sync" if event.step <= self._c.train.steps else "drain"
+        self._last_sync = f"{name} {event.fragment} @ {event.step}"
       self.peers.report([event.kind, event.step, values, extra])
 
   def spent(self) -> Spent:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -21,6 +22,7 @@ from threads import free_port
 
 import diloco
 from diloco.algorithm.outer import outer_step
+from diloco.algorithm.state import Event
 from diloco.algorithm.streaming import make_streaming
 from diloco.config import default_config, resolve
 from diloco.contrib import error_feedback  # noqa: F401  Registers.
@@ -432,7 +434,8 @@ def test_public_names_exist():
 
 def test_the_page_says_what_is_there(tmp_path):
   page = (ROOT / "docs/library.md").read_text()
-  code, saving, patch = re.findall(r"```(?:python|diff)\n(.*?)```", page, re.S)
+  blocks = re.findall(r"```(?:python|diff)\n(.*?)```", page, re.S)
+  code, saving, counting, patch = blocks
   params, M, T, batch_M = tree(), 2, 12, 1
   code = code.replace("fragments=...", "fragments=lambda path: 0").replace("30", "6")
   step = lambda params_M, opt_state_M, t: (moved(t, params_M), opt_state_M)
@@ -447,6 +450,11 @@ def test_the_page_says_what_is_there(tmp_path):
   exec(saving, names)
   after = names["params_M"], names["state"]
   jax.tree.map(np.testing.assert_array_equal, after, before)
+  ledger = diloco.Ledger()
+  names |= {"ledger": ledger, "json": json, "dataclasses": dataclasses}
+  names["events"] = [Event("send", 0, 6, 70, {}), Event("receive", 0, 7, 0, {})]
+  exec(counting, names)
+  assert (ledger.total, ledger.syncs) == (70, 1)
   changed = [x for x in patch.splitlines() if re.match(r"[+-](?![+-])\s*\S", x)]
   assert len(changed) <= 25
   assert {*re.findall(r"diloco\.(\w+)", patch)} <= {*diloco.__all__}

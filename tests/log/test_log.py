@@ -163,3 +163,12 @@ def test_a_method_that_recovers_goes_on_until_the_step_that_it_says(tiny, tmp_pa
   recorder.launched(range(3, 4), [bad], [])
   with pytest.raises(TrainingDiverged, match="loss of replica 1 is nan at step 3"):
     recorder.flush()
+
+
+def test_the_last_syncs_are_those_of_the_drain(tiny, tmp_path):
+  tiny.train.steps = 24
+  recorder = make_recorder(tiny, tmp_path)
+  for step, shown in ((24, "sync 1 @ 24"), (25, "drain 1 @ 25")):
+    recorder.events([Event("receive", 1, step, 0, {})])
+    assert recorder._last_sync == shown
+  recorder.close()
