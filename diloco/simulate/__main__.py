@@ -62,7 +62,8 @@ def make_parser() -> Parser:
       how = {"action": "store_true"} if kind is bool else {"type": kind}
       must = f"{option}!" in command.options.split()
       p.add_argument(f"--{option}", help=text, required=must, **how)
-  commands.choices["figure"].add_argument("name", help="for example s4 or c10")
+  names = "s2, s3, s4, s6, s7, s9, s14, s15, s16, c6, c10, c12"
+  commands.choices["figure"].add_argument("name", help=f"one of {names}")
   return parser
 
 

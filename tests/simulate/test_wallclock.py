@@ -10,6 +10,7 @@ from diloco.config import changed
 from diloco.config.command_line import load_config
 from diloco.simulate import figures, from_config, tables
 from diloco.simulate import wallclock as wc
+from diloco.simulate.__main__ import main
 from diloco.simulate.steady import required_bandwidth
 
 LOW, HIGH = wc.NETWORKS["low"], wc.NETWORKS["high"]
@@ -61,10 +62,14 @@ def test_table_1_hours():
     assert row["terabits"] == pytest.approx(row["paper_terabytes"], rel=0.15)
 
 
-def test_every_figure_draws(tmp_path):
+def test_every_figure_is_listed_and_draws(tmp_path, capsys):
   streaming, scaling = (2, 3, 4, 6, 7, 9, 14, 15, 16), (6, 10, 12)
   expected = {f"s{n}" for n in streaming} | {f"c{n}" for n in scaling}
   assert set(figures.FIGURES) == expected
+  with pytest.raises(SystemExit):
+    main(["figure", "--help"])
+  listed = capsys.readouterr().out.partition("one of")[2].partition("options")[0]
+  assert {*listed.replace(",", " ").split()} >= expected
   for name in ("s7", "s14", "c12"):  # tests/test_pictures.py draws others.
     for path in figures.draw(name, tmp_path):
       assert pathlib.Path(path).stat().st_size > 5000
