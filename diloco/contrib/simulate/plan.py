@@ -412,8 +412,8 @@ def nothing(rows: Sequence[Row], args: Args) -> str:
     return f"no setting reaches {args['target']:g}; raise --target"
   most = max(rows, key=lambda row: row.utilisation)
   return (
-    f"no setting keeps the replicas busy for {ENOUGH:.0%} of the time, but"
-    f" H = {most.sync_every}, tau = {most.tau}, {most.format} for"
+    f"no setting keeps the replicas busy for {ENOUGH:.0%} of the time; the busiest one"
+    f" (H = {most.sync_every}, tau = {most.tau}, {most.format}) reaches"
     f" {most.utilisation:.1%}; raise --gbits or --config.sync_every"
   )
 
