@@ -18,6 +18,7 @@ import jax
 import pytest
 from dry_run_needs import needs_libtpu
 
+from diloco.config.command_line import load_config
 from diloco.simulate.steady import steady_utilisation
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -212,7 +213,7 @@ def test_the_config_of_the_quickstart_has_a_schedule(folder, capsys):
 @pytest.mark.slow("compiles for TPUs")
 @needs_libtpu
 def test_the_cell_for_tpus_fits_a_chip(folder):
-  names = {"jax": jax}
+  names = {"jax": jax, "load_config": load_config}
   exec(code("quickstart")[-1], names)
   flags = [f"--config={names['name']}", *(f"--config.{x}" for x in names["fields"])]
   flags += ["--topology=v5e:1x1", "--quick"]
