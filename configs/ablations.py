@@ -139,9 +139,6 @@ _CADENCE = cross(
   algorithm=("diloco", "streaming"), replicas=(2,), sync_every=(5, 10, 30, 100, 300)
 )
 _H = "inner steps between syncs H"
-# Momentum of both papers, and the rate of Streaming DiLoCo (section 3.2).
-_PAPERS = {"momentum": 0.9, "outer_lr": 0.4}
-_M2 = cross(algorithm=("diloco", "streaming"), replicas=(2,))
 ABLATIONS = {
   "algorithms": Ablation(
     "streaming",
@@ -273,60 +270,6 @@ ABLATIONS = {
       "paper": (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0),
     },
   ),
-  "outer_rate_9": Ablation(
-    "chinchilla",
-    [
-      c | {"momentum": 0.9, "sync_every": h}
-      for c in replicas(2)[1:]
-      for h in (1, 10, 100)
-    ],
-    [],
-    Chart(
-      "Outer rates with momentum 0.9 (2503.09799, figure 9)",
-      "sync_every",
-      ALGORITHM,
-      _H,
-      log=True,
-      y=(("outer_lr", "best outer rate"), ("loss", LOSS)),
-    ),
-    tuned=("outer_lr",),
-    rates={"small": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)},
-  ),
-  "rate_9": Ablation(
-    "streaming",
-    [c | _PAPERS | {"outer_lr": rate} for c in _M2 for rate in (0.4, 0.8)],
-    [],
-    Chart(
-      "Outer rate with momentum 0.9 (2501.18512, section 3.2)",
-      "outer_lr",
-      ALGORITHM,
-      "outer rate",
-    ),
-  ),
-  "cadence_9": Ablation(
-    "streaming",
-    [c | _PAPERS | {"sync_every": h} for c in _M2 for h in (5, 30)],
-    [],
-    Chart(
-      "Inner steps with momentum 0.9 (2501.18512, figure 13)",
-      "sync_every",
-      ALGORITHM,
-      _H,
-      log=True,
-    ),
-  ),
-  "tau_9": Ablation(
-    "streaming",
-    [c | _PAPERS for c in streaming(cross(alpha=(0.0, 0.5), tau=(1, 10)))],
-    [],
-    Chart(
-      "Overlap with momentum 0.9 (2501.18512, figure 8)",
-      "tau",
-      ("alpha",),
-      "overlapped steps τ",
-      words={"alpha": {0.0: "α = 0", 0.5: "α = 0.5"}},
-    ),
-  ),
   "overtrain": Ablation(
     "chinchilla",
     [c | {"overtrain": x} for c in replicas(1, 2, 4) for x in (1, 4, 16)],
@@ -347,6 +290,44 @@ ABLATIONS = {
     Chart("Later methods (docs/methods.md)", "method"),
     tuned=("lr",),
   ),
+}
+
+
+def _nine(name: str, cells: Sequence[Point], **fields) -> Ablation:
+  """Makes small runs of an ablation with the momentum of both papers.
+
+  They have the outer rate of Streaming DiLoCo (2501.18512, section 3.2), unless a cell
+  has another or it is tuned. The title names no figure: runs of the paper's scale have
+  this momentum anyway.
+  """
+  plain = ABLATIONS[name]
+  title = f"{plain.chart.title.partition(' (')[0]} with outer momentum 0.9"
+  chart = dataclasses.replace(plain.chart, title=title)
+  rate = {} if "tuned" in fields else {"outer_lr": 0.4}
+  small = [{"momentum": 0.9, **rate, **cell} for cell in cells]
+  return Ablation(plain.family, small, [], chart, **fields)
+
+
+ABLATIONS |= {
+  "outer_rate_9": _nine(
+    "outer_rate",
+    [c | {"sync_every": h} for c in replicas(2)[1:] for h in (1, 10, 100)],
+    tuned=("outer_lr",),
+    rates={"small": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)},
+  ),
+  "rate_9": Ablation(
+    "streaming",
+    cross(
+      algorithm=("diloco", "streaming"),
+      replicas=(2,),
+      momentum=(0.9,),
+      outer_lr=(0.4, 0.8),
+    ),
+    [],
+    Chart("Outer rate with outer momentum 0.9", "outer_lr", ALGORITHM, "outer rate"),
+  ),
+  "cadence_9": _nine("cadence", [c for c in _CADENCE if c["sync_every"] in (5, 30)]),
+  "tau_9": _nine("tau", [c for c in _TAU if c["tau"] in (1, 10)]),
 }
 OPTIONS = {"scale": ("small", "paper"), "seeds": int, "size": str, "text": str}
 
@@ -409,15 +390,15 @@ def _grids(
   plain = [cell for cell in cells if cell["algorithm"] == "data_parallel"]
   others = [cell for cell in cells if cell not in plain]
   inner = [Axis("lr", (power(ROOT2, START),), ratio=ROOT2)]
-  middle = values[len(values) // 2 :][:1]
-  both = [*inner, Axis("outer_lr", values, first=middle)] if values else inner
-  axes = [axis for axis in both if axis.name in ablation.tuned]
-  first = [Grid(f"{name} data-parallel", seeded([0], plain), inner)] if plain else []
-  return [
-    *first,
+  axes = [*inner] if "lr" in ablation.tuned else []
+  if "outer_lr" in ablation.tuned:
+    axes.append(Axis("outer_lr", values, first=(values[len(values) // 2],)))
+  grids = [
+    Grid(f"{name} data-parallel", seeded([0], plain), inner),
     Grid(name, seeded([0], others), axes),
     Grid(f"{name} seeds", later, (), lambda cell: {**cell, "seed": 0}),
   ]
+  return [grid for grid in grids if grid.cells]
 
 
 def get_config(point: Point, family: str = "streaming", text: str = "sotu"):
@@ -506,8 +487,7 @@ def paper_runs(item: str) -> list[tuple[str, ConfigDict, str]]:
     tuned cell has one run; its sweep tries more inner rates. Empty for an unknown item.
   """
   found = []
-  names = of_item(item)
-  for name in [n for n in names if ABLATIONS[n].paper] or names:
+  for name in of_item(item):
     sweep, family = get_sweep(f"{name},scale=paper"), ABLATIONS[name].family
     searches = search_all(sweep.grids, lambda point: None)
     for point in [point for search in searches for point in search.points]:
