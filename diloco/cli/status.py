@@ -58,10 +58,10 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   times = [r["time"] for r in found["step"][:_RECENT]]
   usual = statistics.median(abs(a - b) for a, b in zip(times, times[1:] or times))
   age = last_line(folder / metrics.FILE, now, usual, done)
-  reached = max([t, *steps_of(folder)])  # A stop saves between two lines of the log.
-  news = {
-    "step": progress(reached, total) + (f", {rate:,.0f} tokens/s" if rate else "")
-  }
+  saved = steps_of(folder)
+  reached = max([t, *saved])  # A stop saves between two lines of the log.
+  speed = f", {rate:,.0f} tokens/s" if rate else ""
+  news = {"step": progress(reached, total) + speed}
   if rate and total and t < total and "state" not in age:
     left = (total - t) * step["tokens"] / t / rate
     news["step"] += f", {duration(left)} of training left"
@@ -73,7 +73,7 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   if syncs := found["receive"]:
     # From old to new, so that the newest record of a fragment stays.
     details["last sync"] = by_fragment({r["fragment"]: r["step"] for r in syncs[::-1]})
-  return Status(heading(config), news | age, details | checkpoint(folder))
+  return Status(heading(config), news | age, details | checkpoint(saved))
 
 
 def _is_finished(folder: pathlib.Path, trained: float) -> bool:

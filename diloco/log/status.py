@@ -7,10 +7,9 @@ import contextlib
 import datetime
 import pathlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from diloco.checkpoint.record import steps_of
 from diloco.log.workdir import title
 from diloco.util import files, remote
 from diloco.util.types import Json
@@ -58,9 +57,8 @@ def by_fragment(steps: dict[int, int]) -> str:
   return ", ".join(f"fragment {p} at {t:,}" for p, t in sorted(steps.items()))
 
 
-def checkpoint(folder: pathlib.Path) -> dict[str, str]:
-  """Describes the newest checkpoint of a folder."""
-  steps = steps_of(folder)
+def checkpoint(steps: Sequence[int]) -> dict[str, str]:
+  """Describes the newest checkpoint of these steps, the newest first."""
   return {"checkpoint": f"step {steps[0]:,}" if steps else "none yet"}
 
 

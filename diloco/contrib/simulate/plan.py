@@ -264,9 +264,10 @@ def every_row(args: Args, base: Workload) -> list[Row]:
       {"config": one, "step_time": base.step_time / faster} | given
     )
     # A link may take more bits than are sent, so the bytes are those of an ideal one.
-    ideal = arguments.workload({"config": one, "step_time": work.step_time})
-    per_round = sum(bits for bits, _ in ideal.transfers) / 8
-    per_step = per_round / ideal.whole_plan[0].sync_every
+    ideal = dataclasses.replace(work, link="ideal")
+    per_step = (
+      sum(bits for bits, _ in ideal.transfers) / 8 / work.whole_plan[0].sync_every
+    )
     is_plain = one.algorithm == "data_parallel"
     percent, half, source = (0.0, 0.0, "") if is_plain else loss_above(one, known)
     reached = steady_utilisation(work, [1e9 * rate for rate in args["gbits"]])
