@@ -91,14 +91,8 @@ def sparse(name: str) -> dict[str, float]:
 
 CLAIMS = {
   "With alpha = 0, tau = 5 costs": lambda: (tau(5, some=SCORED), eight()),
-  "With alpha = 0, tau = 10 .* 0.5$": lambda: (
-    tau(10),
-    tau(1),
-  ),
-  "With alpha = 0.5, tau = 10 .* 0.5$": lambda: (
-    tau(10, 0.5),
-    tau(1, 0.5),
-  ),
+  "With alpha = 0, tau = 10 .* 0.5$": lambda: (tau(10), tau(1)),
+  "With alpha = 0.5, tau = 10 .* 0.5$": lambda: (tau(10, 0.5), tau(1, 0.5)),
   "For M=2, H=1 is worse than H=10, with outer momentum 0.9": lambda: (
     nine("1", "0.1"),
     nine("10", "0.4"),
