@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import scipy.special
 
-from diloco.reproduce.claim import CONTRADICTED, SHOWN, Row
-from diloco.scaling_laws import paper, parametric
+from diloco.reproduce.claim import CONTRADICTED, NOT_SHOWN, SHOWN, Row
+from diloco.scaling_laws import paper
 from diloco.scaling_laws import tables as laws
 from diloco.simulate import tables, wallclock
 from diloco.simulate.memory import RATES, memory
@@ -272,8 +272,13 @@ def _seconds(
 def hundred_times_less() -> Result:
   """H times less per step, and fewer steps: the best batches are larger."""
   plain, joint = (paper.law("batch_size", name) for name in ("data_parallel", "joint"))
-  ratios = [round(30 * joint(n, 2) / plain(n)) for n in (4e9, 10e9)]
-  return verdict(_list(ratios), min(ratios) > 100)
+  by_m = {
+    m: [round(30 * joint(n, m) / plain(n)) for n in (4e9, 10e9)] for m in (2, 4, 8)
+  }
+  here = "; ".join(f"{_list(ratios)} with M = {m}" for m, ratios in by_m.items())
+  same = {ratio > 100 for ratios in by_m.values() for ratio in ratios}
+  # The answer depends on M, and on how a batch is rounded.
+  return (here, NOT_SHOWN) if len(same) > 1 else verdict(here, same == {True})
 
 
 def loss_laws() -> Result:
@@ -310,26 +315,34 @@ def _agree(*found: laws.Table) -> Result:
 
 
 def extrapolation() -> Result:
-  table = laws.extrapolation()
-  inside = {"": 0, " with floor": 0}
-  for row, cells in table.rows.items():
-    inside[" with floor" if row.endswith("floor") else ""] += sum(
-      not c.outside for c in cells
-    )
-  here = "{} of 14 losses inside 90% intervals, {} with a floor".format(
-    *inside.values()
-  )
-  return verdict(here, inside[""] > 14 / 2)
+  rows = laws.extrapolation().rows.items()
+  plain = [cell for row, cells in rows if "floor" not in row for cell in cells]
+  off = [abs(cell.ours / cell.paper - 1) for cell in plain if cell.ours and cell.paper]
+  inside = sum(not cell.outside for cell in plain)
+  here = f"within {max(off[::2]):.1%} at 4B and {max(off[1::2]):.1%} at 10B;"
+  here += f" {inside} of {len(off)} losses lie inside our 90% intervals"
+  return verdict(here, max(off) < 0.05)
 
 
 def finding_1() -> Result:
-  plain, two = (paper.loss_fit(name).law for name in ("data_parallel", "diloco_M2"))
-  others = [paper.loss_fit(f"diloco_M{m}").law for m in paper.REPLICAS]
-  crossing = (plain.A / two.A) ** (1 / (two.alpha - plain.alpha))
-  alphas = [law.alpha for law in (plain, *others)]
-  here = f"alpha {', '.join(f'{alpha:.4f}' for alpha in alphas)};"
-  here += f" M = 2 crosses at {crossing / 1e9:.1f}B"
-  return verdict(here, alphas == sorted(alphas, reverse=True) and crossing > 1e9)
+  table_7 = [
+    line for line in paper.read("tables7_to_10_powerlaws") if line["table"] == "7"
+  ]
+  printed = {
+    line["algorithm"]: (float(line["A"]), float(line["alpha"])) for line in table_7
+  }
+  ours = {name: paper.loss_fit(name).law for name in ("data_parallel", "diloco_M2")}
+  crossing = [
+    (a / a_2) ** (1 / (alpha_2 - alpha)) / 1e9
+    for (a, alpha), (a_2, alpha_2) in (
+      [printed[name] for name in ours],
+      [(law.A, law.alpha) for law in ours.values()],
+    )
+  ]
+  alphas = [alpha for _, alpha in printed.values()]
+  here = f"alpha {_list(alphas)}; M = 2 crosses at {crossing[0]:.1f}B by the printed"
+  here += f" laws, at {crossing[1]:.1f}B by laws fitted to table 4"
+  return verdict(here, alphas == sorted(alphas, reverse=True) and crossing[0] > 2)
 
 
 def finding_2() -> Result:
@@ -350,14 +363,11 @@ def finding_3() -> Result:
 
 
 def parametric_forms() -> Result:
-  """Computes optima: the paper's numbers depend on where its search started."""
-  n, m, loss = paper.loss_grid("nominal")
-  held = n == n.max()
-  errors = []
-  for form in parametric.FORMS:
-    fit = parametric.fit_optimum(form, n[~held], m[~held], loss[~held])
-    errors.append(form.error(fit.q, n[held], m[held], loss[held]))
-  here = ", ".join(f"{error:.4f}" for error in errors) + " at the optima"
+  """Takes the first seed of the paper's search; its result depends on the starts."""
+  searched, optima = zip(*laws.table13(seeds=1).rows.values())
+  errors = [cell.ours for cell in searched]
+  in_a_row = lambda cells: ", ".join(f"{cell.ours:.4f}" for cell in cells)
+  here = f"{in_a_row(searched)} by the paper's search, {in_a_row(optima)} at the optima"
   return verdict(here, int(np.argmin(errors)) == 2)
 
 

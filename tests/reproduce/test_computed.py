@@ -12,7 +12,7 @@ import pytest
 
 from diloco.reproduce import __main__ as reproduce
 from diloco.reproduce import computed
-from diloco.reproduce.claim import COLUMNS, CONTRADICTED, SHOWN, table
+from diloco.reproduce.claim import COLUMNS, CONTRADICTED, NOT_SHOWN, SHOWN, table
 from diloco.util.shipped import PACKAGE
 
 WORDS = tomllib.loads((PACKAGE / "reproduce" / "computed.toml").read_text())
@@ -33,7 +33,7 @@ def test_the_table_has_a_row_for_every_claim(capsys):
   for row, claim in zip(rows, WORDS.values()):
     assert row.startswith(f"| {claim['claim']} | {claim['source']} | {claim['kind']} |")
     *_, cost, last = row.removesuffix(" |").split(" | ")
-    assert last in (SHOWN, CONTRADICTED, computed.INCONSISTENT)
+    assert last in (SHOWN, NOT_SHOWN, CONTRADICTED, computed.INCONSISTENT)
     assert re.fullmatch(r"\d+\.\d\d s", cost) or claim["kind"] == "text"
 
 
@@ -82,6 +82,9 @@ def test_findings_of_scaling_laws_by_hand():
   for n in (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9):
     batches = [a * n**alpha for a, alpha in laws]
     in_order += all(a < b for a, b in itertools.pairwise(batches))
+  # Where the printed laws of data-parallel and M = 2 cross (table 7).
+  crossing = (18.129 / 18.768) ** (1 / (0.0953 - 0.0969)) / 1e9
+  assert numbers("finding_1")[6] == pytest.approx(crossing, abs=0.05)
   assert computed.finding_3() == (f"in order at {in_order} of 7 sizes", SHOWN)
 
 
@@ -108,10 +111,13 @@ def test_bandwidths_and_batches_by_hand():
   best = "streaming_overlap_fp4"
   ratios = [rows[n, "data_parallel"] / rows[n, best] for n in ("1B", "10B", "100B")]
   assert numbers("two_orders_less") == [round(ratio) for ratio in ratios]
-  by_hand = [
-    30 * 0.00709 * n**0.4695 * 2**0.3399 / (0.22592 * n**0.281) for n in (4e9, 10e9)
-  ]
-  assert numbers("hundred_times_less") == [round(ratio) for ratio in by_hand]
+  by_hand = []
+  for m in (2, 4, 8):
+    for n in (4e9, 10e9):
+      by_hand += [round(30 * 0.00709 * n**0.4695 * m**0.3399 / (0.22592 * n**0.281))]
+    by_hand += [m]
+  assert numbers("hundred_times_less") == by_hand
+  assert computed.hundred_times_less()[1] == NOT_SHOWN
 
 
 def test_a_claim_that_fails_is_contradicted(monkeypatch):
