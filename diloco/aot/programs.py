@@ -26,6 +26,7 @@ from diloco.algorithm.state import OuterState
 from diloco.algorithm.streaming import Streaming, make_streaming
 from diloco.aot import hlo
 from diloco.config import Config, changed
+from diloco.evaluate import heldout
 from diloco.mesh import sharding
 from diloco.util.types import PyTree
 from diloco.wire.transport import transmit
@@ -107,6 +108,7 @@ class Programs:
         args = (count, *arrays, [tokens] * steps, tuned(c), [self.payload])
         held = {**both, "in flight": self.payload}
         self._add(name, held, overlapped_exchange, *args, c=c, mesh=mesh)
+      self._add_evaluation(c)
 
   def _add(
     self,
@@ -126,6 +128,18 @@ class Programs:
     self.lower[name] = partial(function.lower, *args, **kwargs)
     here = [nbytes(tree) for part, tree in held.items() if part in self.on_device]
     self._held[name] = sum(here)
+
+  def _add_evaluation(self, c: Config) -> None:
+    """Adds the loss of a batch; it takes a copy of one replica's parameters."""
+    shape = (heldout.batch_size(c.eval.batch_size, self.mesh), c.model.seq_len)
+    place = sharding.eval_sharding(self.mesh)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+    float32 = lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.float32)
+    one = jax.tree.map(float32, self.state.params)
+    params = sharding.structs(one, sharding.shardings(one, self.mesh))
+    args = (params, tokens, weights)
+    self._add("evaluation", {}, heldout.sum_of_losses, *args, m=c.model)
 
   def _add_outer_step(self, c: Config, sync: Streaming, outer: OuterState) -> None:
     """Adds the programs of the outer step of the fragment with the largest payload."""

@@ -46,8 +46,7 @@ class Evaluation:
 
   def __init__(self, c: Config, mesh: Mesh, held_out: bool = True):
     """Loads the tasks and, if `held_out`, the held-out text."""
-    # Each device takes as many sequences as every other.
-    rows = -(-c.eval.batch_size // mesh.size) * mesh.size
+    rows = heldout.batch_size(c.eval.batch_size, mesh)
     c = dataclasses.replace(c, eval=dataclasses.replace(c.eval, batch_size=rows))
     self._c, self._mesh = c, mesh
     self._eval_set = make_eval_set(c) if held_out else None

@@ -39,7 +39,7 @@ def evaluate(params: Any, eval_set: EvalSet, m: ModelConfig, mesh: Mesh) -> Eval
   """Computes the loss of one replica's parameters on a fixed set of batches."""
   place = functools.partial(sharding.place, sharding=sharding.eval_sharding(mesh))
   sums = [
-    _sum_of_losses(params, place(tokens), place(weights), m=m)
+    sum_of_losses(params, place(tokens), place(weights), m=m)
     for tokens, weights in zip(eval_set.tokens, eval_set.weights)
   ]
   total = float(np.sum(jax.device_get(sums), dtype=np.float64))
@@ -47,9 +47,15 @@ def evaluate(params: Any, eval_set: EvalSet, m: ModelConfig, mesh: Mesh) -> Eval
   return EvalResult(total / eval_set.num_tokens, bits / eval_set.num_bytes)
 
 
+def batch_size(asked: int, mesh: Mesh) -> int:
+  """Returns the next batch size in which each device has as many sequences."""
+  return -(-asked // mesh.size) * mesh.size
+
+
 @functools.partial(jax.jit, static_argnames="m")
-def _sum_of_losses(
+def sum_of_losses(
   params: Any, tokens_BxL: jax.Array, weights_BxL: jax.Array, *, m: ModelConfig
 ) -> jax.Array:
+  """Adds the losses of a batch: int32 tokens and float32 weights, sharded over B."""
   nll_BxL, _ = registry.get(m).losses(m, params, tokens_BxL, batch_axes=sharding.BOTH)
   return (nll_BxL * weights_BxL).sum()
