@@ -165,8 +165,7 @@ class Journal:
       self.headers.pop(number, None)
 
   def _note(self, closed: Closed) -> None:
-    # As if it was read from a file, so that all sites have the same.
-    self.headers[closed.round] = json.loads(json.dumps(header_of(closed)))
+    self.headers[closed.round] = header_of(closed)
     self._recent[closed.round] = closed
     self._recent.pop(closed.round - _RECENT, None)
     self.data |= closed.data

@@ -17,6 +17,7 @@ class World:
     # Monotonic clocks begin anywhere.
     self.offsets = {name: 1000.0 * i for i, name in enumerate(names)}
     self.file, self.now, self.asleep = None, 0.0, set()
+    self.news = {"snapshot": 7}
 
   def run(self, seconds: float, every: float = 0.5) -> None:
     for _ in range(round(seconds / every)):
@@ -29,7 +30,7 @@ class World:
         self.sites[name].observe(found, now)
       for name, now in clocks.items():
         if self.sites[name].is_due(now):
-          self.file = self.sites[name].record(now, published=7)
+          self.file = self.sites[name].record(now, **self.news)
 
   def holders(self) -> list[str]:
     return [name for name, lease in self.sites.items() if lease.held]
@@ -71,12 +72,12 @@ def test_a_site_keeps_the_lease_until_it_is_silent_and_another_one_follows(seed)
 
 def test_a_holder_that_leaves_is_followed_at_once():
   world, first = begun("ab")
-  world.file = world.sites[first].leave()
+  world.file, world.news = world.sites[first].leave(), {}
   world.asleep.add(first)
   world.run(LOST_S / 2)
   assert len(world.holders()) == 1
   assert world.file["name"] != first
-  assert world.file["published"] == 7
+  assert world.file["snapshot"] == 7  # The next holder keeps what was recorded.
 
 
 @pytest.mark.parametrize("garbage", [{}, {"name": 3}, {"name": "z", "term": "9"}])
