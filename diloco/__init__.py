@@ -4,10 +4,10 @@ The names below are for a training loop of your own (docs/library.md). The train
 `python -m diloco.main`; `python -m diloco` lists all commands.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from etils import epy
 
-if TYPE_CHECKING:
+# Imports each name when it is first used: the simulators import no JAX.
+with epy.lazy_api_imports(globals()):
   from diloco.algorithm.state import Event, OuterState
   from diloco.errors import ConfigError
   from diloco.library.layout import Stacked
@@ -31,25 +31,3 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"  # pyproject.toml reads this line.
-
-_HOMES = {
-  "diloco.library.layout": ("Stacked",),
-  "diloco.algorithm.state": ("Event", "OuterState"),
-  "diloco.library.streaming": ("Streaming", "replicate", "streaming"),
-  "diloco.errors": ("ConfigError",),
-  "diloco.spec.fields": ("OuterConfig", "WireConfig"),
-  "diloco.mesh.devices": ("replica_mesh",),
-  "diloco.wire.ledger": ("Ledger",),
-}
-
-
-def __getattr__(name: str) -> Any:
-  """Imports a public name when it is first used: the simulators import no JAX."""
-  for home, names in _HOMES.items():
-    if name in names:
-      return getattr(importlib.import_module(home), name)
-  raise AttributeError(f"module 'diloco' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-  return [*globals(), *__all__]
