@@ -143,7 +143,8 @@ def _update(
   else:
     delta_M = exchange.decode(wire, mesh, payload, theta, (None,))
     delta = average(delta_M, weights_M, outer)
-    cosine = sync_metrics.cosine_of(delta_M, weights_M)
+    plain = weights_M is None
+    cosine = sync_metrics.mean_cosine(sync_metrics.products(delta_M)) if plain else None
   # Line 11.
   step, opt_state = optimizers.make_outer(outer, tuned).update(delta, opt_state, theta)
   theta = optax.apply_updates(theta, step)

@@ -61,9 +61,9 @@ class OnDevices:
       encode: lines 7 and 8.
       update: lines 10 and 11, which may begin once the payload is there.
     """
-    theta, opt_state, codec_state = state.fragment(p)
+    theta, _, codec_state = state.fragment(p)
     payload, codec_state, sent = encode(self.fetch(theta), codec_state)
-    return state.after_send(p, theta, opt_state, codec_state, payload), sent
+    return state.after_send(p, codec_state, payload), sent
 
   def receive(self, update: Update, p: int, state: OuterState) -> Updated:
     """Lines 10 and 11 for fragment p in flight; theta and opt_state are donated.

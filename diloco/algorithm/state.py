@@ -92,17 +92,10 @@ class OuterState:
     mine = {**self.own[p], name: own}
     return dataclasses.replace(self, own=replaced(self.own, p, mine))
 
-  def after_send(
-    self,
-    p: int,
-    theta: PyTree,
-    opt_state: PyTree,
-    codec_state: PyTree,
-    payload: jax.Array,
-  ) -> "OuterState":
+  def after_send(self, p: int, codec_state: PyTree, payload: jax.Array) -> "OuterState":
     """Returns the state with fragment p in flight."""
     return dataclasses.replace(
-      self.with_fragment(p, theta, opt_state),
+      self,
       codec_state=replaced(self.codec_state, p, codec_state),
       in_flight={**self.in_flight, p: InFlight(payload)},
     )

@@ -49,11 +49,6 @@ def of_update(delta: jax.Array, update: jax.Array, cosine: jax.Array | None) -> 
   return norms if cosine is None else {**norms, "outer_grad_cosine": cosine}
 
 
-def cosine_of(delta_M: PyTree, weights_M: jax.Array | None) -> jax.Array | None:
-  """Computes `mean_cosine` of outer gradients; None if they have weights."""
-  return mean_cosine(products(delta_M)) if weights_M is None else None
-
-
 def norms(tree_M: PyTree) -> jax.Array:
   """Computes the global L2 norm of each replica's tree, float32[M]."""
   return jax.vmap(optax.tree.norm)(tree_M)

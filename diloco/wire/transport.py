@@ -129,15 +129,13 @@ def start(mesh: Mesh, payloads: list[jax.Array]) -> tuple[jax.Array, ...]:
 
   Args:
     mesh: the device mesh, with n groups along the replica axis.
-    payloads: sharded as `exchange.encoded` says; none: nothing is sent.
+    payloads: sharded as `exchange.encoded` says; at least one.
 
   Returns:
     Arrays uint8 [bytes] on each device. For GPUs, one array holds everyone's payloads.
     Otherwise, array s - 1 holds what permutation s of `_sources` brings. The arrays are
     flat: a TPU would pad a row of bytes to four rows and send four times as much.
   """
-  if not payloads:
-    return ()
   places, sources = [_spec(mesh, x, REPLICA) for x in payloads], _sources(mesh)
 
   def local(own: list[jax.Array]) -> tuple[jax.Array, ...]:
@@ -164,8 +162,6 @@ def finish(
   Returns:
     For each payload, uint8 [M, fsdp, bytes], sharded as `exchange.transmitted` says.
   """
-  if not payloads:
-    return []
   order = np.argsort(_sources(mesh), axis=0)
 
   def local(own: list[jax.Array], received: tuple[jax.Array, ...]) -> list[jax.Array]:
