@@ -18,7 +18,6 @@ import sys
 from typing import Any
 
 import jax
-import numpy as np
 from flax import traverse_util
 
 from diloco.data import Tokenizer, load_tokenizer
@@ -64,8 +63,7 @@ def write(
   model: load.Model, tokenizer: Tokenizer, folder: pathlib.Path, dtype: str
 ) -> list[str]:
   """Writes the format that every architecture has; returns the names of the files."""
-  named = traverse_util.flatten_dict(jax.device_get(model.params), sep=".")
-  tensors = {name: np.ascontiguousarray(x) for name, x in named.items()}
+  tensors = traverse_util.flatten_dict(jax.device_get(model.params), sep=".")
   load.save(tensors, folder / load.WEIGHTS, "np")
   config = model.config.to_dict()
   for section in ("data", "eval", "init"):

@@ -220,7 +220,7 @@ def save(tensors: dict[str, np.ndarray], path: pathlib.Path, library: str) -> No
   """Writes a safetensors file.
 
   Args:
-    tensors: by name; contiguous, because the file has each as it lies in memory.
+    tensors: by name.
     path: the file.
     library: whose tensors they are, such as np or pt (PyTorch).
 
