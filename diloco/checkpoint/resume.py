@@ -6,7 +6,7 @@ from absl import logging
 
 from diloco.algorithm.optimizers import learning_rate
 from diloco.config import Config, complete
-from diloco.config.comparable import FREE_OF_MODEL, READING
+from diloco.config.comparable import CHOSEN_BY, FREE_OF_MODEL, READING
 from diloco.config.resolve import difference
 from diloco.errors import ConfigError
 from diloco.spec import plugins
@@ -32,10 +32,7 @@ FREE_FIELDS = (
   *READING,
 )
 # {contents that must stay the same: the fields that say where they lie}
-_PATHS = {
-  "data.tokenizer": ("data.tokenizer",),
-  "data.source": ("data.source", "data.train_split"),
-}
+_PATHS = {what: CHOSEN_BY[what] for what in ("data.tokenizer", "data.source")}
 # Fields that may change when a run is extended, that is, when train.steps grows.
 _EXTENSION = {"train.steps", "train.tokens", "inner.decay_steps"}
 

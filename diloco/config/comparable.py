@@ -10,7 +10,7 @@ HELD_OUT, CONTENT = "the held-out tokens", "the content of "
 # The training text: runs of different ones may be compared by one held-out text.
 TRAINED_ON = ("data.source", "data.train_split")
 # {what is compared by its content: the fields that choose it}
-_CHOSEN_BY = {
+CHOSEN_BY = {
   "data.tokenizer": ("data.tokenizer",),
   "data.source": TRAINED_ON,
   HELD_OUT: ("data.eval_source", "data.eval_split", "eval.tokens", "data.tokenizer"),
@@ -36,12 +36,12 @@ class Basis(NamedTuple):
   @property
   def chosen(self) -> tuple[Any, ...]:
     """The values of the fields that choose text and tokenizer."""
-    return tuple(self.fields.get(f) for fs in _CHOSEN_BY.values() for f in fs)
+    return tuple(self.fields.get(f) for fs in CHOSEN_BY.values() for f in fs)
 
 
 def digests(contents: Mapping[str, str]) -> dict[str, str]:
   """Takes what counts from `diloco.data.contents`, 12 digits of each digest."""
-  return {what: contents[what][:12] for what in _CHOSEN_BY if what in contents}
+  return {what: contents[what][:12] for what in CHOSEN_BY if what in contents}
 
 
 def basis(config: Mapping[str, Any], contents: Mapping[str, str]) -> Basis:
@@ -72,10 +72,10 @@ def differing(ours: Basis, theirs: Basis, *more: str) -> dict[str, tuple[Any, An
   """
   pairs = {
     field: (ours.fields.get(field), theirs.fields.get(field))
-    for field in dict.fromkeys([*more, *(f for fs in _CHOSEN_BY.values() for f in fs)])
+    for field in dict.fromkeys([*more, *(f for fs in CHOSEN_BY.values() for f in fs)])
   }
   found = {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
-  for what, chosen_by in _CHOSEN_BY.items():
+  for what, chosen_by in CHOSEN_BY.items():
     a, b = (x.contents.get(what) for x in (ours, theirs))
     if a is None or b is None:
       continue

@@ -1,7 +1,6 @@
 """Shows the cells, runs and failures of a sweep, before, while and after it runs."""
 
 import collections
-import datetime
 import signal
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import pandas as pd
 
 from diloco.checkpoint.record import steps_of
-from diloco.log import metrics
+from diloco.log import metrics, status
 from diloco.log.workdir import backwards
 from diloco.sweep.grid import Point, describe
 from diloco.sweep.search import Search
@@ -78,11 +77,9 @@ def _position(row: Row) -> str:
   if not last:
     return "starting"
   train, rate = row["config"]["train"], last.get("tokens_per_s")
-  text = f"step {last['step']:,} of {train['steps']:,}"
-  if not rate:
-    return text
-  seconds = round((train["tokens"] - last["tokens"]) / rate)
-  return f"{text}, {datetime.timedelta(seconds=seconds)} left"
+  text = f"step {status.progress(last['step'], train['steps'])}"
+  left = train["tokens"] - last["tokens"]
+  return f"{text}, {status.duration(left / rate)} left" if rate else text
 
 
 def failures(rows: Collection[Row], most: int = 3) -> list[str]:

@@ -257,8 +257,8 @@ def optional(module: str, needs: str, extra: str) -> Any:
     ) from error
 
 
-def check_picture(path: pathlib.Path, example: str, flag: str = "--out") -> None:
-  """Checks that a flag names a picture, and makes the picture's folder.
+def check_picture(path: pathlib.Path, example: str) -> None:
+  """Checks that --out names a picture, and makes the picture's folder.
 
   Raises:
     ConfigError: matplotlib writes no such kind of picture, or the path is a folder, or
@@ -268,8 +268,8 @@ def check_picture(path: pathlib.Path, example: str, flag: str = "--out") -> None
 
   kinds = Figure().canvas.get_supported_filetypes()
   if path.suffix.removeprefix(".") not in kinds or path.is_dir():
-    raise ConfigError(f"{flag} is {str(path)!r}; give a file such as {example}.")
-  make_folder(path.parent, flag)
+    raise ConfigError(f"--out is {str(path)!r}; give a file such as {example}.")
+  make_folder(path.parent, "--out")
 
 
 def make_parent(path: pathlib.Path, flag: str, wanted: str = "a file") -> None:
