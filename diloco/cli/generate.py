@@ -18,18 +18,10 @@ from diloco.mesh.modes import plain_modes
 from diloco.model import sampling
 from diloco.util.command import guarded, in_range, model_parser
 
-# Logits divided by less may exceed the range of float32.
-MIN_TEMPERATURE = 1e-6
-
 
 @plain_modes()
 def run(args: argparse.Namespace) -> None:
   """Prints the prompt with its continuation."""
-  if 0 < args.temperature < MIN_TEMPERATURE:
-    raise ConfigError(
-      f"--temperature is {args.temperature:g}, which overflows; give 0 for the"
-      f" likeliest tokens, or at least {MIN_TEMPERATURE:g}."
-    )
   try:
     args.prompt.encode()
   except UnicodeEncodeError as error:

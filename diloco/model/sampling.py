@@ -110,7 +110,7 @@ def sample(
   Args:
     logits_V: float32.
     key: PRNG key.
-    temperature: 0 takes the most likely token.
+    temperature: 0 takes the most likely token; less than 1e-6 counts as 1e-6.
     top_k: number of tokens to draw from, plus all that tie with the last; 0: all.
   """
   if top_k:

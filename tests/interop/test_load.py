@@ -229,12 +229,8 @@ def test_commands(trained, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
       generate.main([f"{out}", flag])
     assert message in capsys.readouterr().err
-  for flag, message in (
-    ("--temperature=1e-30", "--temperature is 1e-30, which overflows; give 0"),
-    ("--prompt=\udcff", "which is not UTF-8"),
-  ):
-    assert generate.main([f"{out}", flag]) == 2
-    assert message in capsys.readouterr().err
+  assert generate.main([f"{out}", "--prompt=\udcff"]) == 2
+  assert "which is not UTF-8" in capsys.readouterr().err
   with pytest.raises(SystemExit, match="2"):
     export.main([f"{trained[0]}", "--output="])
   assert "argument --output: it is empty; give a path" in capsys.readouterr().err
