@@ -14,9 +14,8 @@ parameters and optimizer state. `send` and `update` define what is computed; `fu
 has a faster form of both, with the same arguments and the same bits.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -32,36 +31,26 @@ from diloco.algorithm.sync_metrics import Metrics
 from diloco.mesh.sharding import REPLICA
 from diloco.spec import plugins
 from diloco.spec.fields import WireConfig
-from diloco.spec.schedule import Schedule
 from diloco.util.types import PyTree
 from diloco.wire import exchange
 
-
-class Lines(Protocol):
-  """Lines 7 to 12 of one fragment. `streaming.Streaming` knows where arrays lie."""
-
-  @property
-  def schedule(self) -> Schedule: ...
-  def sync_bytes(self, p: int) -> int: ...
-  def send(
-    self, t: int, p: int, params_M: PyTree, state: OuterState
-  ) -> tuple[OuterState, Metrics]: ...
-  def receive(
-    self, p: int, state: OuterState
-  ) -> tuple[OuterState, PyTree, Metrics]: ...
-  def merge(
-    self, p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
-  ) -> PyTree: ...
+if TYPE_CHECKING:
+  from diloco.algorithm.streaming import Streaming
 
 
 def outer_step(
-  sync: Lines, t: int, params_M: PyTree, state: OuterState, last_send: int | None = None
+  sync: "Streaming",
+  t: int,
+  params_M: PyTree,
+  state: OuterState,
+  last_send: int | None = None,
 ) -> tuple[PyTree, OuterState, list[Event]]:
   """Runs lines 6 to 12 after inner step t.
 
   `params_M` and `state` are donated: use only what is returned.
 
   Args:
+    sync: its `send`, `receive` and `merge` know where the arrays lie.
     last_send: the last step after which fragments are sent; None: no last step.
   """
   events = list[Event]()

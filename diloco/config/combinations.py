@@ -57,10 +57,6 @@ def check(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
       )
 
 
-# A compressor that you registered may use any field of `wire`.
-_BUILT_IN = {"quantize", "topk", "random", "dare"}
-
-
 def check_effects(
   c: Config, values: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
@@ -126,7 +122,8 @@ def _effects_on_syncs(c: Config) -> dict[str, tuple[bool, str]]:
       "wire.compressor is quantize, which sends all values",
     ),
     "wire.rounding": (
-      c.wire.format == "fp32" and compressor in _BUILT_IN,
+      # A compressor that you registered may use any field of `wire`.
+      c.wire.format == "fp32" and compressor in sizes.BUILT_IN,
       "wire.format is fp32, whose values are not rounded",
     ),
   }

@@ -79,7 +79,7 @@ def random(wire: "WireConfig", n: int, s: int, row: int) -> int:
 
 
 # The built-in compressors; `wire/compressors.py` has their other functions.
-_SIZES: Mapping[str, Size] = {
+BUILT_IN: Mapping[str, Size] = {
   "quantize": quantize,
   "topk": topk,
   "random": random,
@@ -90,8 +90,8 @@ _SIZES: Mapping[str, Size] = {
 def size_of(text: str) -> Size:
   """Returns the size of the compressor that the text in `wire.compressor` describes."""
   name, arguments = parse("wire.compressor", text)
-  if name in _SIZES and not arguments:
-    return _SIZES[name]
+  if name in BUILT_IN and not arguments:
+    return BUILT_IN[name]
   return compressor_of(text).size
 
 
@@ -126,7 +126,7 @@ def check(wire: "WireConfig") -> None:
     ConfigError: a name is unknown, or an argument of the compressor cannot work.
   """
   name, _ = parse("wire.compressor", wire.compressor)
-  check_name("wire.compressor", name, {**_SIZES, **NAMES["wire.compressor"]})
+  check_name("wire.compressor", name, {**BUILT_IN, **NAMES["wire.compressor"]})
   if wire.format not in PLAIN:
     code_bits(wire.format)
   try:
