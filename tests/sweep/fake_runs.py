@@ -28,6 +28,10 @@ def make_sweep(**axis):
   return Sweep(config, [Grid("g", [{"replicas": m} for m in (1, 2)], (lr,))])
 
 
+def one_cell(*rates, replicas=1):
+  return Sweep(config, [Grid("g", [{"replicas": replicas}], (Axis("lr", rates),))])
+
+
 def summary_of(saved: dict) -> dict:
   loss = 3 + abs(math.log2(saved["inner"]["learning_rate"] / BEST))
   return {

@@ -52,12 +52,16 @@ def test_an_export_has_results_and_configs(exported):
 
 def test_a_sweep_goes_on_from_an_exported_file(swept, tmp_path):
   b = tmp_path / "b"
+  never = Fake(lambda run, saved: None)
+  make_driver(make_sweep(), b, never).step()  # Starts both; imported ones replace them.
+  assert len(rows_of(b)) == 2
   assert load(swept / "out.csv", b) == load(swept / "out.csv", b) == 8
   again = Fake()
   finish(make_driver(make_sweep(), b, again))
   assert again.started == []
   before = table.read_rows(swept / "a")
   for row in rows_of(b):
+    assert row["status"] == "done"
     assert row["loss"] == pytest.approx(before[row["name"]]["loss"], rel=1e-5)
     assert row["revision"] == before[row["name"]]["revision"]
     assert row["group"] == before[row["name"]]["group"] != ""
@@ -96,10 +100,8 @@ def test_the_published_runs_can_be_imported(tmp_path, name):
   ("change", "message"),
   [
     ({"loss": ""}, "loss is '', but the run is done"),
-    ({"loss": "abc"}, "'abc'"),
     ({"loss": "nan"}, "loss is 'nan', but the run is done"),
     ({"params": "1.5"}, "'1.5'"),
-    ({"replicas": "two"}, "'two'"),
     ({"replicas": "3"}, "train.batch_size is 4"),
     ({"status": "well"}, "status is 'well', neither done nor failed"),
     ({"config": "[]"}, "'list' object has no attribute"),
@@ -128,23 +130,6 @@ def test_a_file_that_is_no_export_is_refused(tmp_path, text):
     load(tmp_path / "t.csv", tmp_path)
 
 
-def test_a_file_of_older_code_without_the_papers_n_is_imported(exported, tmp_path):
-  rows = [{k: v for k, v in r.items() if k != "matrix_params"} for r in exported]
-  write_some(tmp_path / "out.csv", rows)
-  assert load(tmp_path / "out.csv", tmp_path / "b") == 8
-
-
-def test_an_imported_run_replaces_an_unfinished_one(swept, tmp_path):
-  never = Fake(lambda run, saved: None)
-  make_driver(make_sweep(), tmp_path / "b", never).step()  # Starts both.
-  assert len(rows_of(tmp_path / "b")) == 2
-  load(swept / "out.csv", tmp_path / "b")
-  assert [row["status"] for row in rows_of(tmp_path / "b")] == ["done"] * 8
-  again = Fake()
-  finish(make_driver(make_sweep(), tmp_path / "b", again))
-  assert again.started == []
-
-
 def test_an_export_has_runs_of_code_with_other_fields(tmp_path):
   written = as_json(resolve(config({"replicas": 1, "lr": 1})))
   older = without(written, "outer.learning_rate") | {"gone": 1}
@@ -156,14 +141,3 @@ def test_an_export_has_runs_of_code_with_other_fields(tmp_path):
     first, _ = csv.DictReader(file)
   assert (first["outer_learning_rate"], first["replicas"]) == ("0.4", "1")
   assert json.loads(first["config"])["gone"] == 1
-
-
-def test_an_export_of_earlier_runs_can_be_imported(tmp_path):
-  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
-  for run in (tmp_path / "a" / "runs").iterdir():  # As before some plug-ins.
-    saved = json.loads((run / "config.json").read_text())
-    saved["wire"] |= {"chunk": 0, "error_feedback": 0.0}
-    saved["sites"] = {"count": 0, "quorum": 1, "grace_s": 20.0, "start_s": 300.0}
-    (run / "config.json").write_text(json.dumps(saved))
-  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
-  assert load(tmp_path / "out.csv", tmp_path / "b") == 8

@@ -16,6 +16,13 @@ from diloco.sweep.local import Local
 from diloco.util import files
 
 
+@pytest.fixture
+def run(tmp_path):
+  """The folder of a run whose config cannot be trained."""
+  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
+  return tmp_path
+
+
 @pytest.mark.parametrize(("count", "launch"), [(1, ""), (2, "slurm.sh {flags}")])
 def test_a_job_notes_the_error_that_the_trainer_printed(tmp_path, count, launch):
   """Runs that train together are trained by the job, not by --launch."""
@@ -31,9 +38,8 @@ def test_a_job_notes_the_error_that_the_trainer_printed(tmp_path, count, launch)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_trainer_that_is_killed_leaves_no_end(tmp_path):
-  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
-  command = [sys.executable, "-m", "diloco.sweep.job", str(tmp_path)]
+def test_a_trainer_that_is_killed_leaves_no_end(run):
+  command = [sys.executable, "-m", "diloco.sweep.job", str(run)]
   started = subprocess.Popen(command)
   children = pathlib.Path(f"/proc/{started.pid}/task/{started.pid}/children")
   while not (trainer := children.read_text().split()):
@@ -41,7 +47,7 @@ def test_a_trainer_that_is_killed_leaves_no_end(tmp_path):
     time.sleep(0.05)
   os.kill(int(trainer[0]), signal.SIGKILL)
   started.wait()
-  assert not (tmp_path / "ended.json").exists()
+  assert not (run / "ended.json").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -49,23 +55,20 @@ def test_a_trainer_that_is_killed_leaves_no_end(tmp_path):
   ("send", "number"),
   [(os.kill, signal.SIGTERM), *((os.killpg, n) for n in job.STOPS[1:])],
 )
-def test_a_signal_to_a_job_or_to_all_processes_lets_the_trainer_save(
-  tmp_path, send, number
-):
+def test_a_signal_to_a_job_or_to_all_processes_lets_the_trainer_save(run, send, number):
   """Terminals send SIGINT at Ctrl-C, Slurm sends SIGUSR2 or 1 before a time limit.
 
   Here they come while the trainer is still importing. A job that is stopped has not
   failed.
   """
-  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
-  command = [sys.executable, "-m", "diloco.sweep.job", str(tmp_path)]
+  command = [sys.executable, "-m", "diloco.sweep.job", str(run)]
   started = subprocess.Popen(command, start_new_session=True)
   while not _handles_sigterm(started.pid):
     assert started.poll() is None
     time.sleep(0.05)
   send(started.pid, number)
   started.wait()
-  ended = json.loads((tmp_path / "ended.json").read_text())
+  ended = json.loads((run / "ended.json").read_text())
   assert (ended["failed"], ended["error"]) == (False, "")
 
 
@@ -81,16 +84,15 @@ def test_a_job_is_asked_for_with_its_folder(tmp_path, capsys):
   assert "warp is 1, but there is no such field" in capsys.readouterr().out
 
 
-def test_kill_ends_a_job_and_its_trainer(tmp_path):
-  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
+def test_kill_ends_a_job_and_its_trainer(run):
   backend = Local(0, {})
-  backend.start(tmp_path)
-  while not job.alive(tmp_path):
-    assert backend.running(tmp_path)
+  backend.start(run)
+  while not job.alive(run):
+    assert backend.running(run)
     time.sleep(0.02)
   backend.kill()
-  assert not backend.running(tmp_path)  # Nobody holds the lock.
-  assert not (tmp_path / "ended.json").exists()
+  assert not backend.running(run)  # Nobody holds the lock.
+  assert not (run / "ended.json").exists()
 
 
 def _handles_sigterm(pid: int) -> bool:

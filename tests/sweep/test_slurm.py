@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def tiny(point):
   c = conftest.tiny_config()
+  c.model.num_layers, c.fragments.pattern, c.train.steps = 1, "whole", 4
   c.inner.learning_rate = point["lr"]
   c.data.tokenizer = point.get("tokenizer", c.data.tokenizer)
   return c
