@@ -68,27 +68,23 @@ def set_manifest(**fields):
   return damage
 
 
-def cut_manifest(folder):
-  path = folder / "manifest.json"
-  path.write_bytes(path.read_bytes()[:300])
-
-
 UNIT = "00001-of-*.npy"
 
 
 @pytest.mark.parametrize(
   ("damage", "message"),
   [
-    (cut_manifest, r"manifest.json is damaged or not of version 1; copy the file"),
-    (overwrite("manifest.json", b""), "manifest.json is damaged"),
-    (overwrite("manifest.json", b"\xff\x00"), "manifest.json is damaged"),
+    (set_manifest(version=0), r"manifest.json is damaged or not of version 1; copy"),
+    (overwrite("manifest.json", b'{"version": 1, '), "manifest.json is damaged"),
     (overwrite("manifest.json", b'{"version": 1}'), "manifest.json is damaged"),
     (set_manifest(shards=[{"file": "a", "tokens": "7"}]), "manifest.json is damaged"),
     (set_manifest(shards=[]), r"ends.npy, which counts .* tokens instead of 0"),
     (set_manifest(documents=7), r"ends.npy, which holds uint64\[288\] instead of"),
     (set_manifest(dtype="uint32"), r"holds uint16\[\d+\] instead of uint32\["),
-    (of_ends(np.zeros_like), "ends.npy, which counts 0 tokens instead of"),
-    (of_ends(lambda e: e + np.uint64(10**6)), r"counts 1,0\d\d,\d\d\d tokens instead"),
+    (
+      of_ends(lambda e: e + np.uint64(10**6)),
+      r"counts 1,0\d\d,\d\d\d tokens instead",
+    ),
     (
       of_ends(lambda e: np.r_[e[:5], e[5:-1] ^ np.uint64(1 << 60), e[-1:]]),
       r"ends.npy, whose document 5 has the tokens \d+ to \d{10}",
@@ -97,8 +93,6 @@ UNIT = "00001-of-*.npy"
       of_ends(lambda e: np.r_[e[5::-1], e[6:]]),
       r"ends.npy, whose document 1 has the t",
     ),
-    (of_ends(lambda e: e.astype(float)), r"ends.npy, which holds float64"),
-    (of_ends(lambda e: e[None]), r"which holds uint64\[1, 288\] instead of"),
     (
       of_ends(lambda e: np.r_[e[:9], e[9] - np.uint64(1), e[10:]]),
       r"npy, whose document 9 does not end with EOS",

@@ -51,8 +51,6 @@ def test_a_text_is_the_same_wherever_it_lies(tiny, folder, tmp_path):
 @pytest.mark.parametrize(
   "change",
   [
-    lambda folder: (folder / "30.txt").write_text("One more."),
-    lambda folder: (folder / "07.txt").unlink(),
     lambda folder: (folder / "07.txt").write_text("Document 8. " * 50),
     lambda folder: (folder / "07.txt").rename(folder / "29b.txt"),
     lambda folder: (folder / "07.txt").rename(folder / "07.jsonl"),
@@ -62,11 +60,6 @@ def test_a_text_that_changed_is_another(tiny, folder, change):
   before = of(tiny, source=f"files:{folder}")
   change(folder)
   assert of(tiny, source=f"files:{folder}")["data.source"] != before["data.source"]
-
-
-def test_paragraphs_are_another_text_than_files(tiny, folder):
-  whole = of(tiny, source=f"files:{folder}")
-  assert of(tiny, source=f"paragraphs:{folder}")["data.source"] != whole["data.source"]
 
 
 def test_the_held_out_tokens_have_a_digest_of_their_own(tiny, folder):

@@ -3,8 +3,6 @@
 import pathlib
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
@@ -13,6 +11,7 @@ from diloco.checkpoint import disk
 from diloco.cli import train_tokenizer
 from diloco.config.command_line import load_config
 from diloco.data.prepare import prepare_data
+from diloco.util.command import load_module
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -38,10 +37,10 @@ class Opened(Exception):
 @pytest.mark.integration("prepares two data sets, and opens three large runs")
 def test_the_papers_runs_open_as_the_page_says(tmp_path, monkeypatch, in_line):
   monkeypatch.chdir(tmp_path)
+  script = f"{ROOT}/scripts/benchmarks/make_standin.py"
+  make_standin = load_module(script, "write", "")
   for name in ("c4/en:3.1.0", "dolma:1.0.0"):
-    script = ROOT / "scripts" / "benchmarks" / "make_standin.py"
-    flags = [f"--name={name}", f"--data_dir={tmp_path}"]
-    subprocess.run([sys.executable, script, *flags], check=True, cwd=ROOT)
+    make_standin.write(name, tmp_path)
   found = commands(tmp_path)
   [words] = found["train_tokenizer"]
   assert train_tokenizer.main([*words, "--vocab_size=600", "--max_mb=1"]) == 0
