@@ -20,20 +20,15 @@ FIELDS = {f: x for f, x in leaves(ALL).items() if f != "plugins"}
 VALUES = [
   (None, ()),
   ("a text", (str,)),
-  (b"bytes", ()),
   ("\udcff", ()),  # A byte of a command line that is no UTF-8.
   (True, (bool, float)),  # ConfigDict makes True the number 1.0.
   (3, (int, float)),
   (3.5, (float,)),
-  (3j, ()),
   (float("nan"), ()),
   (float("inf"), ()),
   ([], (tuple,)),
   ([1, "a"], ()),
-  ([[1]], ()),
   ({}, ()),
-  ({1}, ()),
-  (object(), ()),
   (np.arange(3), ()),
 ]
 
@@ -51,19 +46,22 @@ def test_a_field_refuses_other_types_in_one_sentence(field):
       assert re.fullmatch(f"{start}[^.]\\.", str(error.value), re.DOTALL), error.value
 
 
-@pytest.mark.parametrize("value", [None, "decoder", 3, [], [1]])
-def test_a_group_of_fields_is_no_field(value):
-  c = make()
-  c.model = value
-  with pytest.raises(ConfigError, match=r"^model is .*, but it has fields; set mo"):
-    resolve(c)
+HAS_FIELDS, NAMES = "but it has fields; set mo", r"give names or paths, as \("
+WITHOUT = config_dict.required_placeholder(int)
 
 
-@pytest.mark.parametrize("value", [None, 3, "sparta", ["a", 3], [[]]])
-def test_plugins_are_names(value):
+@pytest.mark.parametrize(
+  ("field", "value", "said"),
+  [
+    *(("model", value, HAS_FIELDS) for value in (None, "decoder", [])),
+    *(("plugins", value, NAMES) for value in (None, 3, "sparta", ["a", 3], [[]])),
+    ("seed", WITHOUT, "give a whole number"),
+  ],
+)
+def test_what_stands_for_no_field_is_refused(field, value, said):
   c = make()
-  c.plugins = value
-  with pytest.raises(ConfigError, match=r"^plugins is .*; give names or paths, as \("):
+  c[field] = value
+  with pytest.raises(ConfigError, match=rf"^{field} is .*[,;] {said}"):
     resolve(c)
 
 
@@ -114,10 +112,3 @@ def test_a_flag_takes_the_place_of_a_value_that_cannot_work(value, tmp_path):
   assert (c.train.steps, c.log.every) == (200, 8)  # The reference follows the flag.
   with pytest.raises(ConfigError, match=r"steps is (None in .*c.py; give|'a'; give a)"):
     command_line.load_config(str(path))
-
-
-def test_a_placeholder_without_a_value_is_a_mistake_in_code_too():
-  c = make()
-  c.train.steps = config_dict.required_placeholder(int)
-  with pytest.raises(ConfigError, match=r"^train.steps is None; give a whole number"):
-    resolve(c)

@@ -10,8 +10,7 @@ import pytest
 import running
 from absl import flags
 
-from diloco.config import command_line, default_config, describe
-from diloco.data import records
+from diloco.config import command_line, describe
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.util import command
@@ -54,17 +53,13 @@ def sentence(*args: str, workdir: tuple[str, ...] = ("--workdir=/tmp",)) -> str:
     ("config.model.qk_norm=maybe", "qk_norm=maybe: give true or false"),
     ("config.overlap.taus=(1,2", r"taus=\(1,2: give values such as \(1, 2\)"),
     ("config.sync_evry=3", r"sync_evry is no field \(did you mean sync_every\?\);"),
-    ("config.replica=1", r"replica is no field \(did you mean replicas\?\);"),
-    ("config.format=1", r"format is no field \(did you mean wire.format\?\);"),
     ("config.wire.format.x=1", "--config.wire.format.x is no field"),
     ("config.log=1", r"log is no field \(did you mean log.every or log.\w+ or"),
     ("config.qqq=1", "--config.qqq is no field; diloco.main --print_config shows all."),
     ("number=0", "--number=0: give a positive integer"),
     ("mode=c", "--mode=c: value should be one of <a|b>"),
     ("numbr=1", r"there is no flag --numbr \(did you mean --number\?\); see --help"),
-    ("conifg=x", r"did you mean --config\?"),
     ("steps=5", r"mean --config.train.steps or --config.profile.steps\?"),
-    ("outer.learning_rte=5", r"mean --config.outer.learning_rate\?"),
     ("xyzzy", "there is no flag --xyzzy; see --help"),
     ("config.=1", "--config. is no field"),
     ("config=wan", "--config is given as .* and as wan; give one."),
@@ -105,8 +100,7 @@ def test_values_after_a_space_and_paths_with_spaces(tmp_path):
 def test_a_file_may_leave_fields_out_and_flags_may_lie_in_a_file(made, tmp_path):
   path, flag_file = tmp_path / "c.py", tmp_path / "flags.txt"
   path.write_text(
-    "import ml_collections\n"
-    "def get_config():\n"
+    "import ml_collections\ndef get_config():\n"
     f"  return ml_collections.{made}({{'train': {{'steps': 400}}, 'plugins': ()}})\n"
   )
   for given, said in (
@@ -158,16 +152,13 @@ def test_folders_that_are_not_writable(tmp_path):
 
 
 def test_ctrl_c_while_a_text_is_executed_has_the_same_status(tmp_path):
-  lines = (
-    "import sys",
-    "from diloco.util.command import guarded",
-    "sys.exit(guarded(exec, 'raise KeyboardInterrupt'))",
+  (tmp_path / "program.py").write_text(
+    "import sys; from diloco.util.command import guarded\n"
+    "sys.exit(guarded(exec, 'raise KeyboardInterrupt'))"
   )
-  (tmp_path / "program.py").write_text("\n".join(lines))
   # With -m, as our commands are started; CPython ends a file in another way.
-  command = [sys.executable, "-m", "program"]
-  done = subprocess.run(command, cwd=tmp_path, capture_output=True)
-  assert (done.returncode, done.stderr) == (130, b"interrupted\n")
+  done = running.python("-m", "program", cwd=tmp_path)
+  assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_counts_have_a_unit_or_an_exponent():
@@ -224,29 +215,18 @@ def test_options_have_names_and_types():
     command.parse_options("M=2,M=3", known)
 
 
-@pytest.mark.parametrize(
-  ("package", "extra", "use"),
-  [
-    ("google-crc32c", "prepare", lambda tmp, c: records.masked_crc32c(b"")),
-    ("wandb", "wandb", lambda tmp, c: metrics.MetricsWriter(tmp, c)),
-  ],
-)
-def test_a_missing_package_is_named_with_a_remedy(package, extra, use, tmp_path, tiny):
+def test_a_missing_package_is_named_with_a_remedy(tmp_path, tiny, monkeypatch):
   tiny.log.wandb_project = "ours"
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setitem(sys.modules, package.replace("-", "_"), None)
-    with pytest.raises(ValueError) as caught:
-      use(tmp_path, tiny)
-  assert f"pip install {package}, or '.[{extra}]'" in str(caught.value)
+  monkeypatch.setitem(sys.modules, "wandb", None)
+  with pytest.raises(ValueError, match=r"pip install wandb, or '.\[wandb\]'"):
+    metrics.MetricsWriter(tmp_path, tiny)
 
 
 @pytest.mark.parametrize(
   ("command", "said"),
   [
-    ("-m diloco.cli.sweep --results=/tmp --foo", "unrecognized arguments: --foo"),
     ("-m diloco.aot --config=none.py --topology=v5e", "there is no file none.py"),
     ("diloco/cli/train_tokenizer.py --source=sotu --output=/proc/x/y", "--output is "),
-    ("scripts/benchmarks/make_standin.py --name=c4 --data_dir=/tmp", "--name is 'c4'"),
     ("scripts/benchmarks/bench_step.py --config.seed=1", "--config.seed needs a --con"),
   ],
 )
@@ -262,7 +242,6 @@ def test_the_trainer_ends_with_one_sentence(tmp_path):
     ("word", "error: word is given besides the flags; write"),
     ("--config.seed=1", "error: --workdir is "),
     ("--stderrthreshold=x", "error: --stderrthreshold must be"),
-    ("--config.overlap.tau=99", "error: overlap.tau is 99, but"),
   ):
     flag = f"--workdir={tmp_path}/file"
     ended = running.python("-m", "diloco.main", "--config=sample", flag, word)
@@ -281,13 +260,8 @@ import sys
 from diloco.util.command import guarded
 sys.exit(guarded(lambda: input() and print("x" * {size})))
 """
-  process = subprocess.Popen(
-    [sys.executable, "-c", program],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+  process = running.start("-c", program, **pipes)
   process.stdout.close()
   process.stdin.write("go\n")
   process.stdin.close()
@@ -306,9 +280,3 @@ def test_another_broken_pipe_is_told(capsys):
 
   assert command.guarded(run) == 1
   assert "Broken pipe" in capsys.readouterr().err
-
-
-def test_plugins_of_a_flag_are_those_of_this_config_only():
-  loaded = command_line.load_config("sample", ["--config.plugins=fedpart"])
-  assert loaded.plugins == ("fedpart",)
-  assert default_config().plugins == ()

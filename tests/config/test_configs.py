@@ -50,17 +50,12 @@ def tokens(text):
 
 
 @pytest.mark.parametrize("row", paper.read("table3_models"), ids=lambda r: r["scale"])
-@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+@pytest.mark.parametrize("replicas", [1, 8])
 def test_shapes_and_budgets_are_those_of_scaling_laws_table_3(row, replicas):
   _, c = load("chinchilla", f"{row['scale']},M={replicas}")
   m = c.model
-  for ours, theirs in (
-    (m.num_layers, row["layers"]),
-    (m.num_heads, row["heads"]),
-    (m.dim, row["qkv_dim"]),
-    (m.ff_dim, row["hidden_dim"]),
-  ):
-    assert ours == int(theirs)
+  theirs = [int(row[k]) for k in ("layers", "heads", "qkv_dim", "hidden_dim")]
+  assert [m.num_layers, m.num_heads, m.dim, m.ff_dim] == theirs
   per_step = c.train.batch_size * 2048
   assert 0 <= int(row["token_budget_tokens_corrected"]) - c.train.tokens < per_step
   n = matrix_params(c.model)
@@ -82,20 +77,6 @@ def test_shapes_and_budgets_are_those_of_streaming_table_2(row):
   assert (c.model.vocab_size, c.model.seq_len, c.sync_every) == (32_000, 1024, 100)
 
 
-def streaming_runs():
-  """Returns the RUNS of streaming.py as {(scale, data, tokens, algorithm, M, H)}."""
-  module, _ = load("streaming")
-  found = set()
-  for arg in module.RUNS:
-    _, c = load("streaming", arg)
-    data = "dolma" if "dolma" in c.data.source else "c4"
-    h = 0 if c.algorithm == "data_parallel" else c.sync_every
-    rounded = float(f"{c.train.tokens:.2g}")
-    found.add((arg.split(",")[0], data, rounded, c.algorithm, c.replicas, h))
-  assert len(found) == len(module.RUNS)
-  return found
-
-
 def test_the_runs_are_those_of_tables_5_to_7():
   sizes = {r["scale"]: r for r in read("streaming_table2_architecture")}
   budget = {s: tokens(r["token_budget"]) for s, r in sizes.items()}
@@ -115,7 +96,16 @@ def test_the_runs_are_those_of_tables_5_to_7():
     h = 100 if name else 0
     m = int(m) if name else 2
     expected.add(("1B", "dolma", tokens(r["token_budget"]), algorithm, m, h))
-  assert streaming_runs() == expected
+  module, _ = load("streaming")
+  found = set()
+  for arg in module.RUNS:
+    _, c = load("streaming", arg)
+    data = "dolma" if "dolma" in c.data.source else "c4"
+    h = 0 if c.algorithm == "data_parallel" else c.sync_every
+    rounded = float(f"{c.train.tokens:.2g}")
+    found.add((arg.split(",")[0], data, rounded, c.algorithm, c.replicas, h))
+  assert len(found) == len(module.RUNS)
+  assert found == expected
 
 
 def test_the_runs_are_those_of_the_scaling_laws():
@@ -165,18 +155,16 @@ def test_listed_bytes_have_the_ratios_of_tables_1_and_7():
     for r in read("streaming_table7_dolma_replicas")
   }
   arg = f"{CONFIGS}/streaming.py:1B,data=dolma,tokens="
-  first = listing.rows([f"{arg}25e9,algorithm=data_parallel", f"{arg}25e9"])
-  parallel, streaming = first
+  changes = (",algorithm=data_parallel", "", ",M=4")
+  parallel, streaming, four = listing.rows([f"{arg}25e9{x}" for x in changes])
   theirs = paper["data_parallel", "25B"] / paper["ours_M2", "25B"]
   # 16 bits per step against 4 bits per 100 steps; ours includes the scales, 1/64.
-  assert parallel["sent"] / streaming["sent"] == pytest.approx(
-    theirs / (1 + 1 / 64), rel=0.01
-  )
+  ours = parallel["sent"] / streaming["sent"] * (1 + 1 / 64)
+  assert ours == pytest.approx(theirs, rel=0.01)
   [more] = listing.rows([f"{arg}250e9"])
   theirs = paper["ours_M2", "250B"] / paper["ours_M2", "25B"]
   assert more["sent"] / streaming["sent"] == pytest.approx(theirs, rel=0.01)
   # Twice the replicas need half the steps: half the syncs, with the same payload.
-  [four] = listing.rows([f"{arg}25e9,M=4"])
   assert four["payload"] == streaming["payload"]
   theirs = paper["ours_M4", "25B"] / paper["ours_M2", "25B"]
   assert four["sent"] / 3 / streaming["sent"] == pytest.approx(theirs, rel=0.01)
@@ -206,16 +194,6 @@ def test_the_list_counts_what_a_run_sends(tiny, steps, exchange):
     assert row["payload"] == largest
 
 
-def test_the_list_as_a_command(capsys):
-  arguments = [f"{CONFIGS}/sample.py", f"{CONFIGS}/chinchilla.py:10B,M=4"]
-  assert listing.main(arguments) == 0
-  head, sample, largest = capsys.readouterr().out.splitlines()
-  assert len({len(line) for line in (head, sample, largest)}) == 1
-  assert "9.8G" in largest
-  assert listing.main(["configs/none.py"]) == 2
-  assert "there is no file configs/none.py; give for example" in capsys.readouterr().err
-
-
 def test_table_12_has_a_run_for_every_loss():
   module, _ = load("chinchilla")
   found = set()
@@ -225,10 +203,11 @@ def test_table_12_has_a_run_for_every_loss():
     name = "data_parallel" if c.one_model else f"diloco_M{c.replicas}"
     fit = fit or ("independent" if c.one_model else "joint")
     found.add((name, fit, plain.split(",")[0]))
-    hyper = recommend.recommend(
-      paper.num_params(c.model.num_layers, c.model.dim), c.replicas, fit, c.algorithm
-    )
+    n = paper.num_params(c.model.num_layers, c.model.dim)
+    hyper = recommend.recommend(n, c.replicas, fit, c.algorithm)
     assert c.inner.learning_rate == hyper.learning_rate
+    assert c.train.batch_size == hyper.batch_sequences
+    assert c.one_model or c.outer.learning_rate == hyper.outer_learning_rate
   rows = paper.read("table12_fit_extrapolation")
   assert found == {(r["algorithm"], r["fit"], n) for r in rows for n in ("4B", "10B")}
 
@@ -238,13 +217,9 @@ def test_the_runs_of_an_item_have_steps_tokens_flops_and_commands(capsys):
   head, *lines = capsys.readouterr().out.splitlines()
   assert {"steps", "tokens", "FLOPs"} <= set(head.split())
   assert len(lines) == 2 * 7 * 5
-  launch = (
-    "python -m diloco.main --config=configs/chinchilla.py:90M,algorithm=diloco,M=8"
-  )
-  assert f"{launch} --workdir=..." in lines
-  [row] = [
-    line.split() for line in lines if line.startswith("chinchilla:90M") and "=8" in line
-  ]
+  launch = "python -m diloco.main --config=configs/chinchilla.py:90M,algorithm=diloco"
+  assert f"{launch},M=8 --workdir=..." in lines
+  [row] = [x.split() for x in lines if re.match("chinchilla:90M.*M=8", x)]
   assert float(row[-1]) == pytest.approx(6 * 88.9e6 * 1.8e9, rel=0.02)
   assert listing.main(["--of=2503.09799 table 99"]) == 2
   assert "write one of 2501.18512 table 5, " in capsys.readouterr().err
@@ -255,10 +230,8 @@ def test_the_runs_of_an_item_have_steps_tokens_flops_and_commands(capsys):
 @pytest.mark.parametrize(
   ("item", "count"),
   [
-    ("2501.18512 figure 8", 12),
     ("2501.18512 figure 11a", 13),
     ("2501.18512 section 3.3.1", 2),
-    ("2501.18512 figure 10", 6),
   ],
 )
 def test_the_command_of_an_ablation_s_run_gives_the_sweep_s_config(item, count):
@@ -282,23 +255,9 @@ def test_every_figure_and_table_with_losses_has_its_runs():
       assert item.rstrip("abc") in known or ablations.of_item(item), item
 
 
-def test_hyperparameters_are_those_of_the_laws():
-  for arg, how in (
-    ("1.3B,M=4", ("joint", "streaming")),
-    ("1.3B,M=4,method=independent,algorithm=diloco", ("independent", "diloco")),
-  ):
-    _, c = load("chinchilla", arg)
-    n = paper.num_params(c.model.num_layers, c.model.dim)
-    hyper = recommend.recommend(n, 4, *how)
-    assert c.inner.learning_rate == hyper.learning_rate
-    assert c.train.batch_size == hyper.batch_sequences
-    assert c.outer.learning_rate == hyper.outer_learning_rate == 0.6
-  _, c = load("chinchilla", "1.3B,M=4,algorithm=data_parallel")
-  assert c.inner.learning_rate == paper.law("inner_lr", "data_parallel")(n)
-
-
-@pytest.mark.parametrize("size", ["10M", "60M", "700M", "3e9", "7B", "70B"])
-@pytest.mark.parametrize("replicas", [1, 3, 16])
+@pytest.mark.parametrize(
+  ("size", "replicas"), [("10M", 1), ("60M", 3), ("700M", 16), ("3e9", 1), ("70B", 3)]
+)
 def test_other_sizes_have_the_nearest_shape_of_the_family(size, replicas):
   _, c = load("chinchilla", f"{size},M={replicas}")
   n = paper.num_params(c.model.num_layers, c.model.dim)
@@ -313,11 +272,9 @@ def test_other_sizes_have_the_nearest_shape_of_the_family(size, replicas):
   [
     ("chinchilla", "7X", "the size is '7X'; write one of 35M, .*, or any other from"),
     ("chinchilla", "35M,K=2", "has 'K=2'; write M=<integer> H=<integer> algorithm=da"),
-    ("chinchilla", "35M,M=x", "argument has 'M=x'; write M=<integer> H=<integer> "),
     ("chinchilla", "35M,M=0", "replicas is 0; give a positive number"),
     ("qwen3", "2B", "the size is '2B'; write sample"),
     ("streaming", "7B", "the scale is '7B'; write one of 35M, 100M"),
-    ("streaming", "35M,K=2", "has 'K=2'; write M="),
     ("streaming", "35M,data=mc4", "has 'data=mc4'; .* data=c4|dolma"),
   ],
 )
@@ -327,24 +284,9 @@ def test_wrong_arguments_give_one_sentence(name, arg, said):
   assert re.search(said.replace("|", r"\|"), str(caught.value))
 
 
-def test_the_sample_is_small_and_has_at_least_four_fragments():
-  _, c = load("sample")
-  assert 0.8e6 < num_params(c.model) < 1.3e6
-  assert (c.replicas, tuple(c.overlap.taus), c.wire.format) == (2, (1, 1), "e3m0")
-  assert len(c.make_fragments()) >= 4
-  schedule = c.make_schedule()
-  sends = sum(len(schedule.sends(t)) for t in range(1, c.train.steps + 1))
-  assert sends >= 30
-
-
 @pytest.mark.parametrize(
   ("size", "parameters"),
-  [
-    ("0.6B", 596_049_920),
-    ("1.7B", 1_720_574_976),
-    ("4B", 4_022_468_096),
-    ("8B", 8_190_735_360),
-  ],
+  [("0.6B", 596_049_920), ("4B", 4_022_468_096), ("8B", 8_190_735_360)],
 )
 def test_sizes_of_public_models_have_their_numbers_of_parameters(size, parameters):
   _, c = load("qwen3", size)
@@ -381,41 +323,25 @@ def test_the_docstring_has_the_values_of_the_config(name):
     assert str(values[field]) == value, field
 
 
-def test_the_docstrings_have_the_papers_losses_and_what_our_runs_cost():
+def test_the_docstrings_have_what_our_runs_cost():
   chip = 0.4 * hardware.peak_flops("TPU v5e") * 3600
-  first = {r["N"].replace("335M", "330M"): [*r.values()] for r in read_losses("table4")}
-  more = {"4B": "2.224 2.219 2.220 2.230", "10B": "2.090 2.086 2.086 2.096"}
-  of_chinchilla = {n: [*map(float, r[1:6])] for n, r in first.items()}
-  of_chinchilla |= {n: [*map(float, text.split())] for n, text in more.items()}
-  of_streaming = dict[str, list[float]]()
-  for r in read("streaming_table5_c4_scaling"):
-    if r["eval_loss"]:
-      of_streaming.setdefault(r["scale"], []).append(float(r["eval_loss"]))
   page, most = (CONFIGS.parent / "docs" / "aot.md").read_text(), dict[int, int]()
-  for name, losses in (("chinchilla", of_chinchilla), ("streaming", of_streaming)):
-    found = rows_of(
-      name, r"^  ([\d.]+[MB]) +(\S+B) +(\S+) +(\S+) +(?:(\dx\d) (\d+) +)?(.+)"
-    )
-    assert [size for size, *_ in found] == [*losses]
-    for size, budget, flops, hours, grid, accumulate, loss in found:
+  pattern = r"^  ([\d.]+[MB]) +(\S+B) +(\S+) +(\S+) +(?:(\dx\d) (\d+) +)?"
+  for name in ("chinchilla", "streaming"):
+    found = rows_of(name, pattern)
+    assert [size for size, *_ in found] == [*load(name)[0].SCALES]
+    for size, budget, flops, hours, grid, accumulate in found:
       _, c = load(name, size)
       assert c.train.tokens == pytest.approx(tokens(budget), rel=0.02)
       spent = flops_per_token(c.model, attention=False) * c.train.tokens
       assert spent == pytest.approx(float(flops), rel=0.04)
       assert spent / chip == pytest.approx(float(hours), rel=0.04)
-      assert [*map(float, loss.split())] == losses[size]
       if grid:
         assert f"| {size} | 2 x {grid} | {accumulate} |" in page
         assert c.train.accumulate == int(accumulate)
       # The tokens that fit beside a model of this shape.
       at_once = c.train.batch_size * c.model.seq_len // c.train.accumulate
       assert at_once <= most.setdefault(c.model.dim, at_once)
-
-
-def read_losses(table):
-  path = PACKAGE / "scaling_laws" / "papers" / f"{table}_loss.csv"
-  with path.open() as file:
-    return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize(
