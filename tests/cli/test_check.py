@@ -79,13 +79,13 @@ def test_the_slices_of_the_page_hold_every_run_of_the_papers(path):
 
 @pytest.mark.parametrize(
   "every",
-  conftest.first_of("opens each size or run of both papers", False, True),
+  conftest.first_of("opens three sizes or all runs of each paper", False, True),
 )
 def test_training_opens_what_the_check_allows(tmp_path, every):
   runs, seen, stepped = dict[str, tuple[int, bool]](), set(), set()
   for path in list_configs.DEFAULT:
     module = load_module(str(path), "get_config", "")
-    for run in dict.fromkeys(module.RUNS if every else module.SCALES):
+    for run in dict.fromkeys(module.RUNS if every else [*module.SCALES][::3]):
       c, found = devices_of(module, run)
       kind = path, c.algorithm, c.replicas
       # Runs that differ in rates and tokens only open alike.

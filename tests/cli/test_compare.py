@@ -16,7 +16,7 @@ from diloco.wire.ledger import gradient_bytes
 
 def make_run(folder, c, last=12, loss=5.0, sent=100, peak=0):
   """Writes the files of a run, which sends `sent` bytes after every fourth step."""
-  folder.mkdir(parents=True)
+  folder.mkdir(parents=True, exist_ok=True)
   (folder / "config.json").write_text(json.dumps(c.to_dict()))
   with (folder / "metrics.jsonl").open("w") as file:
     for t in range(1, last + 1):
@@ -33,6 +33,11 @@ def make_run(folder, c, last=12, loss=5.0, sent=100, peak=0):
     r["bits_per_byte"] = loss - 1.5
     file.write(json.dumps(r) + "\n")
   return folder
+
+
+def read_runs(folder, configs, **more):
+  """Runs with these configs by name, as they are read from their files."""
+  return [read_run.read(make_run(folder / n, c, **more), n) for n, c in configs.items()]
 
 
 def config(**fields):
@@ -67,31 +72,22 @@ def test_the_table_has_what_differs_and_the_results(two):
 def test_a_field_that_differs_is_a_column(tmp_path):
   c = tiny_config()
   c.inner.learning_rate, c.overlap.alpha = 0.5, 0.25
-  folders = [make_run(tmp_path / "a", config()), make_run(tmp_path / "b", resolve(c))]
-  text = compare.table([read_run.read(folder, folder.name) for folder in folders])
-  assert "inner.learning_rate" in text
-  assert "0.5" in text
-  assert "overlap.alpha" in text
-  assert "0.25" in text
+  text = compare.table(read_runs(tmp_path, {"a": config(), "b": resolve(c)}))
+  assert {"inner.learning_rate", "0.5", "overlap.alpha", "0.25"} <= {*text.split()}
 
 
 def test_runs_that_differ_in_their_seeds_share_a_line(tmp_path):
   losses = {"s0": (0, 5.0), "s1": (1, 5.5), "s2": (2, 6.0)}
-  runs = [
-    read_run.read(
-      make_run(tmp_path / name, config(seed=seed), loss=loss), f"run_{name}"
-    )
-    for name, (seed, loss) in losses.items()
-  ]
-  other = make_run(tmp_path / "x", config(sync_every=3))
-  runs.append(read_run.read(other, "x"))
+  runs = read_runs(tmp_path, {"x": config(sync_every=3)})
+  for name, (seed, loss) in losses.items():
+    runs += read_runs(tmp_path, {f"run_{name}": config(seed=seed)}, loss=loss)
   head, _, titles, *lines = compare.table(runs).splitlines()
   assert "step 12" in head
   assert "seed" in titles
-  assert lines[0].startswith("run (n=3)")
-  assert " 0, 1, 2 " in lines[0]
-  assert " 4.5000 ± 0.5000 " in lines[0]  # Of 4, 4.5 and 5.
-  assert lines[1].split()[0] == "x"
+  assert lines[0].split()[0] == "x"
+  assert lines[1].startswith("run (n=3)")
+  assert " 0, 1, 2 " in lines[1]
+  assert " 4.5000 ± 0.5000 " in lines[1]  # Of 4, 4.5 and 5.
   assert lines[-1] == "±: standard deviation over the seeds; tokens/s: their mean"
 
 
@@ -107,8 +103,7 @@ def test_losses_stand_above_those_of_the_best_data_parallel_runs_seed_by_seed(tm
   for name, (c, each) in losses.items():
     for seed, loss in enumerate(each):
       own, last = dataclasses.replace(c, seed=seed), 8 if name == "short" else 12
-      folder = make_run(tmp_path / f"{name}{seed}", own, last=last, loss=loss)
-      runs.append(read_run.read(folder, f"{name}_{seed}"))
+      runs += read_runs(tmp_path, {f"{name}_{seed}": own}, last=last, loss=loss)
   groups = read_run.joined(runs)
   # 4.2 / 4.0, 4.3 / 4.25 and 4.1 / 4.0: 5.00, 1.18 and 2.50%.
   assert compare.above(groups) == ["+2.89 ± 1.94", "+0.00 ± 0.00", "+5.39 ± 3.65", "-"]
@@ -120,24 +115,21 @@ def test_losses_stand_above_those_of_the_best_data_parallel_runs_seed_by_seed(tm
 def test_runs_of_a_sweep_are_named_by_what_differs(tmp_path):
   c = tiny_config()
   c.inner.learning_rate = 0.5
-  names = ["0123456789ab", "ba9876543210"]
-  configs = [config(seed=1), resolve(c)]
-  folders = [make_run(tmp_path / name, x) for name, x in zip(names, configs)]
-  runs = compare.named([read_run.read(f, f.name) for f in folders])
-  rate = configs[0].inner.learning_rate
-  same = "streaming, M=2, H=4"
-  found = {run.name for run in runs}
-  assert found == {
-    f"{same}, seed=1, learning_rate={rate}",
-    f"{same}, seed=0, learning_rate=0.5",
+  configs = {"0123456789ab": config(seed=1), "ba9876543210": resolve(c)}
+  runs = compare.named(read_runs(tmp_path, configs))
+  rates = [x.inner.learning_rate for x in configs.values()]
+  assert {run.name for run in runs} == {
+    f"streaming, M=2, H=4, seed={seed}, learning_rate={rate}"
+    for seed, rate in zip((1, 0), rates)
   }
-  again = compare.named([read_run.read(f, f"my {f.name}") for f in folders])
-  assert [run.name for run in again] == [f"my {name}" for name in names]
+  mine = {f"my {name}": x for name, x in configs.items()}
+  assert [x.name for x in compare.named(read_runs(tmp_path, mine))] == [*mine]
 
 
 def test_the_peak_has_the_averages_that_the_run_counted(tmp_path):
-  assert read_run.read(make_run(tmp_path / "a", config(), peak=170), "a").peak == 170
-  assert read_run.read(make_run(tmp_path / "b", config(), peak=70), "b").peak == 100
+  for counted, peak in ((170, 170), (70, 100)):
+    [run] = read_runs(tmp_path, {"a": config()}, peak=counted)
+    assert run.peak == peak
 
 
 def test_sites_are_one_run(tmp_path):
@@ -206,10 +198,8 @@ def test_a_run_without_a_step_is_named_beside_the_others(two, tmp_path, capsys):
 
 
 def test_runs_that_differ_in_seeds_are_drawn_as_their_mean(tmp_path):
-  runs = [
-    read_run.read(make_run(tmp_path / f"s{seed}", config(seed=seed), loss=loss), "a")
-    for seed, loss in ((0, 5.0), (1, 4.0))
-  ]
+  runs = read_runs(tmp_path, {"a_0": config(seed=0)}, loss=5.0)
+  runs += read_runs(tmp_path, {"a_1": config(seed=1)}, loss=4.0)
   [group] = read_run.joined(runs)
   mean = compare.mean_of(group)
   assert mean.name == "a (n=2)"
@@ -220,20 +210,9 @@ def test_runs_that_differ_in_seeds_are_drawn_as_their_mean(tmp_path):
 def test_fields_that_change_no_result_are_no_columns_and_part_no_seeds(tmp_path):
   measured = tiny_config()
   update(measured, {"diagnostics.every": 2, "seed": 1})
-  configs = {"s0": config(), "s1": resolve(measured)}
-  runs = [read_run.read(make_run(tmp_path / n, c), n) for n, c in configs.items()]
+  runs = read_runs(tmp_path, {"s0": config(), "s1": resolve(measured)})
   assert [len(group) for group in read_run.joined(runs)] == [2]
   assert "diagnostics" not in compare.table(runs)
-
-
-def test_losses_on_different_texts_are_not_compared_in_silence(tmp_path):
-  c = tiny_config()
-  c.data.eval_source = "files:/other"
-  folders = [make_run(tmp_path / "a", config()), make_run(tmp_path / "b", resolve(c))]
-  runs = [read_run.read(folder, folder.name) for folder in folders]
-  [sentence] = incomparable([run.basis for run in runs])
-  assert "The runs differ in data.eval_source, so their losses" in sentence
-  assert incomparable([runs[0].basis] * 2) == []
 
 
 def test_a_text_that_changed_under_its_name_is_noticed(tmp_path):
@@ -251,7 +230,7 @@ def test_a_text_that_changed_under_its_name_is_noticed(tmp_path):
   assert incomparable([a.basis, c.basis]) == []
   assert read_run.joined(runs) == [[a, c], [b]]
   assert compare.above([[a], [b]]) == ["+0.00", "+0.00"]  # Each is its only rival.
-  other = read_run.read(make_run(tmp_path / "d", config(), loss=3.0), "d")
-  wide = changed(other.config, {"model.dim": 32})
-  wider = read_run.read(make_run(tmp_path / "e", wide, loss=3.0), "e")
+  c = config()
+  same = {"d": c, "e": changed(c, {"model.dim": 32})}
+  other, wider = read_runs(tmp_path, same, loss=3.0)
   assert compare.above([[a], [other], [wider]]) == ["+0.00", "-50.00", "-"]

@@ -64,22 +64,22 @@ def test_a_run_that_goes_on_tells_all_of_it(tmp_path, config):
   assert "last line    5 s ago" in lines
   syncs = "fragment 0 at 8, fragment 1 at 9, fragment 2 at 6, fragment 3 at 7"
   assert f"last sync    {syncs}" in lines
-
-
-def test_a_stop_between_two_lines_of_the_log_tells_the_step_of_its_checkpoint(
-  tmp_path, config
-):
-  write(tmp_path, [*records(9)], config=config)
-  (tmp_path / "checkpoints" / "11").mkdir(parents=True)
+  # A stop saves between two lines of the log.
+  (tmp_path / "checkpoints" / "11").mkdir()
   assert told(tmp_path)["step"].startswith("11 of 12, ")
 
 
-@pytest.mark.parametrize(("age", "stopped"), [(59, False), (61, True)])
-def test_a_run_without_new_lines_has_probably_stopped(tmp_path, config, age, stopped):
-  write(tmp_path, records(9), age, config)
-  found = told(tmp_path)
+@pytest.mark.parametrize(
+  ("age", "slow", "text"),
+  [(59, 1, "59 s ago"), (61, 1, "0:01:01 ago"), (1900, 50, "1900 s ago")],
+)
+def test_a_run_without_new_lines_has_probably_stopped(
+  tmp_path, config, age, slow, text
+):
+  lines = [{**r, "time": slow * 2.0 * r["step"]} for r in records(9)]
+  write(tmp_path, lines, age, config)
+  found, stopped = told(tmp_path), ":" in text
   assert found.get("state") == ("probably stopped" if stopped else None)
-  text = "0:01:01 ago" if stopped else "59 s ago"
   assert f"last line    {text}" in status.lines(tmp_path, NOW)
   assert found["step"].endswith("of training left") != stopped
 
@@ -112,12 +112,6 @@ def test_a_run_has_stopped_if_its_process_is_known_here_and_gone(tmp_path, confi
     assert ("training left" in found["step"]) == (state is None)
 
 
-def test_a_slow_run_has_not_stopped(tmp_path, config):
-  slow = [{**r, "time": 100.0 * r["step"]} for r in records(9)]
-  write(tmp_path, slow, age=1900, config=config)
-  assert "last line    1900 s ago" in status.lines(tmp_path, NOW)
-
-
 # A site may jump to the last step, even before it has logged one.
 @pytest.mark.parametrize("last", [12, 9, 0])
 def test_a_run_that_wrote_its_summary_last_is_finished(tmp_path, config, last):
@@ -137,6 +131,7 @@ def test_a_group_tells_who_is_in(tmp_path, config):
   }
   rounds = [line(0, 1, s0=1, s1=1), line(1, 2, s0=1, s1=1), line(2, 3, s0=1)]
   write(tmp_path, rounds, config=config, name="rounds.jsonl")
+  assert "never sent" not in told(tmp_path)
   found = status.lines(tmp_path, NOW)
   assert "sites        1 of 2 in the last round: 0" in found
   assert "away         1 since step 2" in found
@@ -149,6 +144,7 @@ def test_a_group_tells_who_is_in(tmp_path, config):
   assert "state        finished" not in status.lines(tmp_path, NOW)
   write(tmp_path, [line(8, 9, s0=1)], config=config, name="rounds.jsonl")
   assert "state        finished" in status.lines(tmp_path, NOW)
+  assert "never sent   1" in status.lines(tmp_path, NOW)
 
 
 def test_rounds_that_rounds_jsonl_lacks_are_read_from_their_files(tmp_path, config):
@@ -165,20 +161,6 @@ def test_rounds_that_rounds_jsonl_lacks_are_read_from_their_files(tmp_path, conf
   assert "last line    3 s ago" in found
 
 
-def test_a_site_that_never_sent_is_named(tmp_path, config):
-  line = {"round": 0, "fragment": 0, "step": 4, "tokens": {"0": 64}}
-  write(tmp_path, [line], config=config, name="rounds.jsonl")
-  assert "never sent   1" in status.lines(tmp_path, NOW)
-
-
-def test_a_folder_of_runs_has_a_line_for_each(tmp_path, config):
-  for name in ("a", "bb"):
-    write(tmp_path / "runs" / name, records(9), config=config)
-  lines = status.lines(tmp_path, NOW)
-  assert [line.split()[0] for line in lines] == ["a", "bb"]
-  assert all("step 9 of 12" in line for line in lines)
-
-
 def test_a_run_of_sites_has_a_line_for_each_site_and_their_group(tmp_path, config):
   rounds = [{"round": 0, "fragment": 0, "step": 1, "tokens": {"0": 64}}]
   for run in (tmp_path, tmp_path / "sites"):
@@ -187,6 +169,7 @@ def test_a_run_of_sites_has_a_line_for_each_site_and_their_group(tmp_path, confi
   lines = status.lines(tmp_path, NOW)
   names = [".", "site-0", "sites", "sites/site-0"]
   assert [line.split()[0] for line in lines] == names
+  assert ["step 9 of 12" in line for line in lines] == [False, True, False, True]
 
 
 def test_a_folder_without_runs_is_a_mistake(tmp_path, capsys):
@@ -203,22 +186,15 @@ def test_the_config_of_another_program_is_no_config_of_a_run(tmp_path):
   assert title.endswith("config not known, because config.json is not that of a run")
 
 
-def test_a_run_that_compiles_has_no_step_yet(tmp_path, config):
-  write(tmp_path, [], config=config)
-  (tmp_path / "metrics.jsonl").unlink()
-  assert "none yet; compiling the first one" in status.lines(tmp_path, NOW)[1]
-
-
 def test_a_run_that_died_before_its_first_step_is_stopped(tmp_path, config):
-  write(tmp_path, [], config=config)
+  (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+  assert "none yet; compiling the first one" in status.lines(tmp_path, NOW)[1]
   lock(tmp_path, 2**22 + 1)
   _, *lines = status.lines(tmp_path, NOW)
   assert [line.split()[1] for line in lines] == ["none", "stopped"]
 
 
 def test_a_group_has_closed_no_round_yet(tmp_path, config):
-  write(tmp_path, [], config=config, name="rounds.jsonl")
-  (tmp_path / "rounds.jsonl").unlink()
   (tmp_path / "journal").mkdir()
   assert status.lines(tmp_path, NOW)[1].split() == ["round", "none", "closed", "yet"]
 
@@ -231,6 +207,7 @@ assert "matplotlib" not in sys.modules
 import diloco.cli.compare
 import diloco.cli.status
 import diloco.scaling_laws.__main__
+import diloco.cli.sweep, diloco.reproduce.comparison, diloco.sweep.slurm
 plan = ["plan", "--config=configs/sample.py", "--step_time=0.06", "--gbits=0.02"]
 assert simulate.main(plan) == 0
 assert not {"jax", "jaxlib", "flax"} & {*sys.modules}
