@@ -74,24 +74,11 @@ def test_a_tilde_is_the_home_everywhere(home):
   assert command_line.load_config("~/c.py").replicas == 2
 
 
-def test_every_option_with_a_path_passes_the_one_function():
-  for path in PACKAGE.rglob("*.py"):
-    text = path.read_text()
-    assert "type=pathlib.Path" not in text or path.parent.name == "sweep", path
-    for call in re.findall(r"\badd(?:_argument)?\((\"[^)]*)\)", text):
-      option = call.split(",")[0]
-      if option in ('"--workdir"', '"--output"', '"--out"', '"--results"'):
-        assert re.search(r"type=(command\.)?((as_)?path|as_place)", call), (path, call)
-
-
-@pytest.mark.parametrize("path", ["gs://b/x", "\udcff"])
-def test_options_refuse_such_paths_in_one_sentence(path, capsys):
-  with pytest.raises(SystemExit) as ended:
-    prepare_data.main(["--source=sotu", f"--output={path}"])
-  assert ended.value.code == 2
-  error = capsys.readouterr().err
-  assert error.startswith(f"error: argument --output: it is {path!r}, ")
-  assert error.count("\n") == 1
+def test_an_option_refuses_such_a_path_in_one_sentence(capsys):
+  with pytest.raises(SystemExit, match="2"):
+    prepare_data.main(["--source=sotu", "--output=gs://b/x"])
+  said = r"error: argument --output: it is 'gs://b/x', .*\n"
+  assert re.fullmatch(said, capsys.readouterr().err)
 
 
 def test_a_full_disk_is_told_with_file_and_remedy(tmp_path, monkeypatch, capsys):

@@ -1,14 +1,17 @@
 """Configs and scripts are found from any folder, in a clone and in a wheel."""
 
+import functools
 import pathlib
+import re
 import shutil
-import subprocess
-import sys
 import tomllib
 
 import pytest
+import running
 from absl import flags
+from running import called
 
+from diloco import __main__ as listing
 from diloco.config import command_line
 from diloco.errors import ConfigError
 from diloco.util import command, shipped
@@ -72,61 +75,32 @@ def test_a_wrong_name_gives_the_known_ones(package):
     " configs/sample.py, or one of these names: batch_32, chinchilla, faults, methods,"
     " qwen3, sample, streaming, wan."
   )
-  with pytest.raises(
-    ConfigError,
-    match=r"one of these names: ablations, accuracies, frontier, ladder\.$",
-  ):
+  said = r"one of these names: ablations, accuracies, frontier, ladder\.$"
+  with pytest.raises(ConfigError, match=said):
     command.load_module("laddr", "get_sweep", "configs/ladder.py")
   for name in ("other/sample.py", "diloco/none.py", "diloco/../x"):
     assert shipped.find(name) == name
 
 
-def test_the_wheel_holds_configs_launchers_and_the_notebooks_table():
-  files = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-  assert set(files) == {"configs", "docs/ladder.csv", "scripts/launchers"}
-  for source, target in files.items():
-    assert target == f"diloco/{source}"
-    assert (ROOT / source).exists()
-
-
-def python(*args: str, cwd) -> subprocess.CompletedProcess:
-  env = {"PYTHONPATH": str(ROOT), "PATH": ""}
-  return subprocess.run(
-    [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True
-  )
-
-
-def test_all_commands_are_listed_without_jax(tmp_path):
-  code = (
-    "import runpy, sys\n"
-    "try: runpy.run_module('diloco', run_name='__main__')\n"
-    "finally: print('jax' in sys.modules)"
-  )
-  ended = python("-c", code, cwd=tmp_path)
-  *lines, has_jax = ended.stdout.splitlines()
-  assert has_jax == "False"
+def test_a_command_is_run_by_its_name_and_all_are_listed_without_jax(tmp_path):
+  python = functools.partial(running.python, cwd=tmp_path)
+  command = ("-m", "diloco", "scaling_laws", "recommend", "--params=700M")
+  assert "learning_rate" in python(*command, "--json").stdout
+  ended = called(listing.main, "diloco", "trian")
+  assert ended.returncode == 2
+  said = "error: there is no command trian (did you mean train?); give one of train,"
+  assert ended.stderr.startswith(said)
+  assert called(listing.main, "diloco", "--version").stdout == "diloco 0.1.0\n"
+  for flag in ("-h", "--help"):
+    ended = python("-m", "diloco", "train", flag)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("Trains a model; the same command continues a run.")
+  ended = python("-X", "importtime", "-m", "diloco")
+  assert not re.search(r"\| +jax$", ended.stderr, re.M)
+  lines = ended.stdout.splitlines()
   told = {line.split()[0]: line.split()[1:] for line in lines if line[:2] == "  "}
   assert next(iter(told)) == "train"
   wanted = {"compare", "aot", "generate", "prepare_data", "launch_local", "reproduce"}
   assert wanted < set(told)
   assert all(told.values())
   assert max(map(len, lines)) <= 110
-
-
-def test_a_command_is_run_by_its_name(tmp_path):
-  ended = python("-m", "diloco", "list_configs", "sample", cwd=tmp_path)
-  assert ended.stdout.splitlines()[1].startswith("sample ")
-  command = ("-m", "diloco", "scaling_laws", "recommend", "--params=700M")
-  assert "learning_rate" in python(*command, "--json", cwd=tmp_path).stdout
-  ended = python("-m", "diloco", "trian", cwd=tmp_path)
-  assert ended.returncode == 2
-  said = "error: there is no command trian (did you mean train?); give one of train,"
-  assert ended.stderr.startswith(said)
-
-
-def test_help_and_version_end_well(tmp_path):
-  assert python("-m", "diloco", "--version", cwd=tmp_path).stdout == "diloco 0.1.0\n"
-  for flag in ("-h", "--help"):
-    ended = python("-m", "diloco", "train", flag, cwd=tmp_path)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.startswith("Trains a model; the same command continues a run.")
