@@ -33,6 +33,8 @@ def names(workdir):
 
 @pytest.mark.integration("whole runs")
 def test_a_profile_changes_no_result_and_names_the_parts(tiny, tmp_path, capsys):
+  tiny.model.num_layers, tiny.fragments.pattern = 1, "whole"
+  tiny.checkpoint.every = 0
   for name in ("plain", "traced"):
     tiny.profile.steps = "5:8" if name == "traced" else ""
     train.train(tiny, tmp_path / name)

@@ -46,18 +46,6 @@ def test_held_out_documents_in_the_training_text_are_told(tiny, tmp_path):
   )
 
 
-def test_the_report_names_tensorboard_only_if_it_is_there(tmp_path, capsys):
-  numbers = dict.fromkeys(("outer", "mean", "first"), 1.0)
-  found = {"eval_loss": numbers, "averages": {}, "tasks": {}, "syncs": 0, "note": ""}
-  names = ("perplexity", "bits_per_byte", "bytes_sent_per_replica", "tokens_per_s")
-  names += ("bytes_data_parallel_per_replica", "bytes_ratio_to_data_parallel", "wall_s")
-  for folder in ("log", "tensorboard"):
-    (tmp_path / folder).mkdir()
-    summary.report(tmp_path, found | dict.fromkeys(names, 1))
-    said = f"metrics.jsonl{' and tensorboard/' * (folder == 'tensorboard')}\n"
-    assert said in capsys.readouterr().out
-
-
 @pytest.mark.slow("whole runs")
 def test_the_test_loss_is_that_of_the_final_parameters_on_the_test_text(tiny, tmp_path):
   tiny.eval.test_tokens, tiny.log.sample_tokens = 300, 0
