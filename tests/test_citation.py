@@ -36,20 +36,16 @@ def test_citation_has_the_packages_version_licence_and_addresses():
     assert lines == ([f"{field}: {URLS[name]}"] if name in URLS else [])
 
 
-def test_the_readme_has_the_citation_as_bibtex():
-  entry = re.search(
-    r"```bibtex\n@software\{(.*?)\}\n```", (ROOT / "README.md").read_text()
-  )
+def test_the_readme_has_the_citation_as_bibtex_and_the_changes_the_version():
+  assert f"## {diloco.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+  page = (ROOT / "README.md").read_text()
+  entry = re.search(r"```bibtex\n@software\{(.*?)\}\n```", page)
   key, *fields = entry[1].split(", ")
   cited = dict(re.fullmatch(r"(\w+) = \{\{?(.*?)\}?\}", f).groups() for f in fields)
   names = [x.split("name: ")[1] for x in citation() if x.startswith("  - name: ")]
   assert key == cited["title"] == PROJECT["name"]
   assert cited["author"] == " and ".join(names)
   assert f"version: {cited['version']}" in citation()
-
-
-def test_the_changes_have_the_version():
-  assert f"## {diloco.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_no_file_names_a_repository_or_a_site_that_is_not_ours_or_known():

@@ -51,23 +51,6 @@ def test_runs_of_the_ladder(page, sentence):
   assert len({row["params"] for row in rows}) == 6
 
 
-def test_how_often_the_seed_that_chooses_has_the_smallest_gap():
-  losses = collections.defaultdict(dict)
-  for row in table("ladder.csv"):
-    cell = row["point_algorithm"], row["point_replicas"], row["point_size"]
-    setting = row["point_lr"], row["point_batch"], row["point_outer_lr"]
-    losses[*cell, *setting][row["point_seed"] or "0"] = float(row["test_loss"])
-  # The best setting of a cell is the one that other seeds repeat.
-  best = {key[:3]: by for key, by in losses.items() if {"0", "1", "2"} <= by.keys()}
-  least = []
-  for (algorithm, replicas, size), by in best.items():
-    if algorithm == "diloco" and replicas in ("2", "4"):
-      base = best["data_parallel", "1", size]
-      least.append(min("012", key=lambda s, by=by, b=base: by[s] / b[s]) == "0")
-  sentence = "the smallest of seeds 0, 1 and 2 in # of # settings with M = 2 or 4"
-  assert stated("docs/ladder.md", sentence) == [sum(least), len(least)]
-
-
 def test_cases_and_runs_of_the_gap():
   rows, page = table("gap.csv"), "docs/gap.md"
   cases = {row["point_case"] for row in rows}

@@ -27,20 +27,7 @@ MENDED = (
   *("EACCES", "EPERM", "ENOENT", "ENOTDIR", "EISDIR", "EEXIST", "EINVAL"),
   *("ENAMETOOLONG", "EFBIG", "ELOOP", "ENOSYS"),
 )
-PASSING = (
-  *(
-    "ENOSPC",
-    "EDQUOT",
-    "EMFILE",
-    "ENFILE",
-    "EROFS",
-    "ESTALE",
-    "EIO",
-    "ENOMEM",
-    "EAGAIN",
-  ),
-  *("ETIMEDOUT", "EINTR", "ECONNRESET", "EPIPE", "EADDRINUSE", "ENETUNREACH"),
-)
+PASSING = ("ENOSPC", "EDQUOT", "EMFILE", "EROFS", "ESTALE", "EAGAIN", "ETIMEDOUT")
 TENSORSTORE = ValueError("Error writing local file [os_error_code='24' ...]")
 CASES = [
   *((of(getattr(errno, name)), 2) for name in MENDED),

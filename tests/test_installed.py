@@ -49,9 +49,3 @@ def test_configs_are_found_by_name(installed, tmp_path, name):
   )
   assert ended.returncode == 0, ended.stderr
   assert "wire.format = auto, here e3m0" in ended.stdout
-
-
-@pytest.mark.parametrize("name", ["launch_local", "list_configs"])
-def test_commands_start(installed, tmp_path, name):
-  ended = python("-m", "diloco", name, "--help", cwd=tmp_path)
-  assert f"python -m diloco {name}" in ended.stdout

@@ -35,7 +35,6 @@ def html(text: str) -> str:
   [
     ("docs/data.md", "README.md", "data.md"),
     ("docs/figures/wan.png", "README.md", "figures/wan.png"),
-    ("data.md", "docs/sites.md", "data.md"),
     ("../README.md", "docs/sites.md", "index.md"),
     ("CONTRIBUTING.md", "README.md", "contributing.md"),
     (
@@ -44,7 +43,6 @@ def html(text: str) -> str:
       f"{REPOSITORY}/blob/main/configs/ladder.py",
     ),
     ("notebooks", "README.md", f"{REPOSITORY}/tree/main/notebooks"),
-    ("docs/none.md", "README.md", None),
     ("../../etc/passwd", "docs/sites.md", None),
   ],
 )
@@ -67,20 +65,13 @@ def test_without_a_public_repository_code_is_not_linked(link, text, monkeypatch)
   assert site_hooks.on_page_markdown(link, page, None, None) == text + "\n"
 
 
-def test_nested_lists_keep_their_nesting():
+def test_nested_lists_keep_their_nesting_their_code_and_their_tables():
   text = "Text:\n- one\n  more\n  - inner\n\n    rest\n- two\n\nEnd"
   found = re.sub(r"\s+", " ", html(text))
   inner = "<ul><li>inner rest</li></ul>"
   assert found == f"Text:<ul><li>one more{inner}</li><li>two</li></ul>End"
-
-
-def test_code_and_tables_within_items():
-  text = (
-    "1. one\n\n   ```\n   a\n\n     b\n   ```\n"
-    "2. two\n\n   | x |\n   |---|\n   | 1 |\n"
-    "3. three\n"
-  )
-  found = html(text)
+  code = "   ```\n   a\n\n     b\n   ```\n"
+  found = html(f"1. one\n\n{code}2. two\n\n   | x |\n   |---|\n   | 1 |\n3. three\n")
   assert found.count("<li>") == 3
   assert "a\n\n  b</code>" in found
   assert "<td>1</td></tr></tbody></table></li><li>three</li>" in found

@@ -26,32 +26,27 @@ def listed() -> list[str]:
 @pytest.mark.integration("trains until nothing compiles any more")
 def test_a_batch_passes_the_files_of_the_page(tiny, tmp_path, monkeypatch):
   files, walks = list[str](), list[list[str]]()
+  take, outer = Session.take, Method.outer
 
   def note(frame, event, _):
     path = pathlib.Path(frame.f_code.co_filename)
     if event == "call" and path.is_relative_to(PACKAGE):
       files.append(path.relative_to(PACKAGE).as_posix())
 
-  def begins(take):
-    def traced(session, steps):
-      files.clear()
-      if steps[0] > 8:  # A profile makes compiling slow.
-        sys.setprofile(note)
-      return take(session, steps)
+  def begins(session, steps):
+    files.clear()
+    if steps[0] > 8:  # A profile makes compiling slow.
+      sys.setprofile(note)
+    return take(session, steps)
 
-    return traced
+  def ends(method, t, state):
+    found = outer(method, t, state)
+    sys.setprofile(None)
+    walks.append([*dict.fromkeys(files)])
+    return found
 
-  def ends(outer):
-    def traced(method, t, state):
-      found = outer(method, t, state)
-      sys.setprofile(None)
-      walks.append([*dict.fromkeys(files)])
-      return found
-
-    return traced
-
-  monkeypatch.setattr(Session, "take", begins(Session.take))
-  monkeypatch.setattr(Method, "outer", ends(Method.outer))
+  monkeypatch.setattr(Session, "take", begins)
+  monkeypatch.setattr(Method, "outer", ends)
   tiny.wire.format, tiny.train.steps = "e3m0", 14
   try:
     train(resolve(tiny), tmp_path)
