@@ -78,20 +78,6 @@ def test_losses_with_different_tokenizers_are_not_tuned(tmp_path):
   assert backend.started == []
 
 
-def test_runs_that_end_while_no_driver_is_there_are_not_repeated(tmp_path):
-  first = Fake(lambda run, saved: None)
-  make_driver(make_sweep(), tmp_path, first).step()
-  assert {row["status"] for row in rows_of(tmp_path)} == {"running"}
-  for run in (tmp_path / "runs").iterdir():
-    Fake.good(run, json.loads((run / "config.json").read_text()))
-  second = Fake()
-  finish(make_driver(make_sweep(), tmp_path, second))
-  assert not set(first.started) & set(second.started)
-  rows = rows_of(tmp_path)
-  assert {row["status"] for row in rows} == {"done"}
-  assert all(row["revision"] and row["loss"] >= 3 for row in rows)
-
-
 def test_a_failed_run_keeps_its_error_and_the_sweep_goes_on(tmp_path):
   def end(run, saved):
     if saved["inner"]["learning_rate"] > BEST:
@@ -220,8 +206,7 @@ def test_a_run_that_ends_during_a_step_is_not_started_again(tmp_path):
 
 def test_runs_are_found_again_when_the_code_gains_a_field(tmp_path):
   """Ended runs are done; an interrupted run goes on in its own directory."""
-  sweep = Sweep(config, [Grid("g", [{"replicas": m} for m in (1, 2)], ())])
-  sweep = Sweep(lambda p: config({**p, "lr": 1}), sweep.grids)
+  sweep = one_cell(1, 2)
   finish(make_driver(sweep, tmp_path / "new", Fake()))
   done, waiting = rows_of(tmp_path / "new")
   older = tmp_path / "old"
