@@ -356,35 +356,3 @@ def test_outer_steps_equal_those_of_pytorch(case):
   _, got = run(program, 1, (0,), T, row(fixture["theta"]), inner)
   for leaf in (got.outer["blocks"]["w"][0], got.outer["embed"]["tokens"]):
     np.testing.assert_allclose(leaf, torch["trajectory"][-1], rtol=1e-5, atol=1e-5)
-
-
-def test_every_step_with_rate_one_is_data_parallel_to_one_rounding():
-  """M=1, H=1, outer SGD of rate 1 without momentum: theta - (theta - theta_1).
-
-  The difference and the sum round once each, so the outer parameters lie within one
-  unit in the last place of the largest number involved of the replica's own. The
-  inner step is a contraction: these roundings do not grow.
-  """
-  program = Program(M=1, pattern="whole", optimizer="sgd", lr=1.0, mu=0.0, exact=False)
-  start = draw_params(program, 0)
-  move = lambda x, t: 0.5 * x + 0.1 * jnp.sin(3 * x + t)
-  seen = []
-
-  def inner(params_M, t):
-    moved_M = jax.tree.map(lambda x: move(x, t), params_M)
-    seen.append(jax.tree.map(np.asarray, (params_M, moved_M)))
-    return moved_M
-
-  T = 12
-  _, got = run(program, 1, (0,), T, start, inner)
-  after = [old for old, _ in seen[1:]]
-  after.append(jax.tree.map(lambda x: x[None], got.outer))
-  for (old, moved), new in zip(seen, after):
-    for a, b, c in zip(*map(jax.tree.leaves, (old, moved, new))):
-      ulp = np.spacing(np.maximum(np.maximum(np.abs(a), np.abs(b)), np.abs(a - b)))
-      assert (np.abs(c - b) <= ulp).all()
-  alone = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), start)
-  for t in range(1, T + 1):
-    alone = jax.tree.map(lambda x, t=t: move(x, t), alone)
-  for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(got.outer)):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
