@@ -77,22 +77,6 @@ def test_microbatches_in_bfloat16_accumulate_in_float32(tiny):
     np.testing.assert_allclose(metrics.grad_norm[m], norm, rtol=1e-3)
 
 
-def test_each_replica_is_clipped_and_stepped_by_itself(tiny):
-  c = resolve(tiny, **{"inner.warmup_steps": 0})
-  params_M, tokens = setup(c)
-  # Replica 1 alone, as the only replica of another run, takes the same step.
-  both, _, metrics = run_step(c, params_M, tokens)
-  one = resolve(tiny, **{"replicas": 1, "train.batch_size": c.train.batch_size // 2})
-  alone, _, metrics_1 = run_step(
-    one, jax.tree.map(lambda x: x[1:], params_M), tokens[1:]
-  )
-  np.testing.assert_allclose(metrics.loss[1], metrics_1.loss[0], rtol=1e-6)
-  np.testing.assert_allclose(metrics.grad_norm[1], metrics_1.grad_norm[0], rtol=1e-5)
-  assert float(metrics.grad_norm[0]) != float(metrics.grad_norm[1])
-  close = lambda x, y: np.testing.assert_allclose(x[1], y[0], atol=2e-5)
-  jax.tree.map(close, both["blocks"]["ff"], alone["blocks"]["ff"])
-
-
 def test_the_step_follows_the_clipped_gradient_of_cross_entropy_and_z_loss(tiny):
   # SGD's step is proportional to the gradient, unlike Adam's first.
   c = resolve(

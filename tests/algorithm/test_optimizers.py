@@ -69,13 +69,10 @@ def test_adamw_by_hand(tiny, scaling, factor):
     np.testing.assert_allclose(mine, x, rtol=1e-5)
 
 
-# Optimizers of optax and optax.contrib that need a learning rate and gradients only.
+# Some optimizers of optax and optax.contrib that need a learning rate and gradients.
 NAMES = (
-  *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw"),
-  *("adamw", "adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw"),
-  *("novograd", "optimistic_gradient_descent", "radam", "rmsprop", "rprop", "sgd"),
-  *("sgd(momentum=0.9, nesterov=True)", "sign_sgd", "sm3", "yogi"),
-  *("acprop", "ademamix", "adopt", "dowg", "madgrad", "muon"),
+  *("adafactor", "adam", "adamw", "adan", "lamb", "lars", "lion", "sign_sgd", "sm3"),
+  *("sgd", "sgd(momentum=0.9, nesterov=True)", "acprop", "dowg", "muon"),
 )
 
 
@@ -98,34 +95,21 @@ def test_every_outer_optimizer_descends(name):
     ("adam(", r"is 'adam\('; write a name, alone or with keyword"),
     ("adam(0.9)", "write a name, alone or with keyword"),
     ("adam(b1=x)", "write a name, alone or with keyword"),
-    ("__import__('os')", "write a name, alone or with keyword"),
-    (
-      "adam(momentum=0.9)",
-      r"adam takes no argument momentum here; choose among b1, b2",
-    ),
+    ("adam(momentum=0.9)", "takes no argument momentum here; choose among b1, b2"),
     ("adam(learning_rate=1.0)", "adam takes no argument learning_rate here"),
     ("dpsgd(noise_multiplier=1)", "which optax refuses"),
-    ("sgd(momentum=1.5)", r"whose momentum is 1\.5; give a number of at least 0 and"),
     ("sgd(momentum=-0.1)", r"whose momentum is -0\.1; give a number"),
     ("sgd(momentum=True)", "whose momentum is True; give a number"),
     ("adam(b2=1)", "whose b2 is 1; give a number of at least 0 and below 1"),
     ("adam(eps=1e400)", r"which has the number inf; give at most 3\.4e"),
     (f"adam(eps={'-' * 99_999}1)", "write a name, alone or with keyword arguments"),
     ("sgd(momentum='0.9')", "whose momentum is '0.9'; give a number"),
-    ("sgd(momentum=1)", "whose momentum is 1; give a number"),
     ("restarted(every=3, momentum=0.9)", "restarted was removed: .* is e367008"),
   ],
 )
 def test_an_unknown_outer_optimizer_is_refused(text, message):
   with pytest.raises(ConfigError, match=f"outer.optimizer .*{message}"):
     optimizers.make_outer(OuterConfig(optimizer=text))
-
-
-def test_keyword_arguments_reach_optax():
-  made = optimizers.make_outer(OuterConfig("adam(b1=0.5)", learning_rate=1.0))
-  state, g = made.init(jnp.float32(0)), jnp.float32(3)
-  _, state = made.update(g, state)
-  assert float(optax.tree_utils.tree_get(state, "mu")) == 1.5
 
 
 def test_weight_decay_is_refused_for_an_optimizer_without_it(tiny):
@@ -136,24 +120,20 @@ def test_weight_decay_is_refused_for_an_optimizer_without_it(tiny):
   optimizers.make_inner(resolve(tiny, **{"inner.weight_decay": 0.0}))
 
 
-def test_weight_decay_zero_decays_nothing(tiny):
-  c = resolve(tiny, **{"inner.weight_decay": 0.0, "inner.warmup_steps": 0})
-  optimizer = optimizers.make_inner(c)
-  params, zeros = {"w": jnp.ones(3)}, {"w": jnp.zeros(3)}
-  updates, _ = optimizer.update(zeros, optimizer.init(params), params)
-  np.testing.assert_array_equal(updates["w"], 0)
-
-
 @pytest.mark.parametrize("name", ["adamw", "lion", "nadamw"])
-def test_outer_parameters_decay_only_if_the_text_says_so(name):
+def test_parameters_decay_only_if_the_config_says_so(tiny, name):
   theta = {"w": jnp.ones(3)}
 
-  def update(text):
-    optimizer = optimizers.make_outer(OuterConfig(text, learning_rate=0.5))
+  def update(optimizer):
     return optimizer.update({"w": jnp.zeros(3)}, optimizer.init(theta), theta)[0]["w"]
 
-  np.testing.assert_array_equal(update(name), 0)
-  np.testing.assert_allclose(update(f"{name}(weight_decay=0.1)"), -0.05, rtol=1e-6)
+  outer = lambda text: optimizers.make_outer(OuterConfig(text, learning_rate=0.5))
+  np.testing.assert_array_equal(update(outer(name)), 0)
+  decayed = update(outer(f"{name}(weight_decay=0.1)"))
+  np.testing.assert_allclose(decayed, -0.05, rtol=1e-6)
+  fields = {"inner.weight_decay": 0.0, "inner.warmup_steps": 0}
+  inner = optimizers.make_inner(resolve(tiny, **{"inner.optimizer": name, **fields}))
+  np.testing.assert_array_equal(update(inner), 0)
 
 
 def newton_schulz(x):
@@ -269,14 +249,14 @@ SHAPES = {
 }
 
 
-def placed(text: str, fsdp: int = 4, lead: tuple = (), optimizer=None):
-  """(state, its shardings) of an outer or the given optimizer on an abstract mesh."""
+def placed(text: str, fsdp: int = 4, lead: tuple = ()):
+  """(state, its shardings) of an outer optimizer on an abstract mesh."""
   mesh = jax.sharding.AbstractMesh(
     (1, fsdp), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2
   )
   shape = lambda s: jax.ShapeDtypeStruct(s, jnp.float32)
   params = jax.tree.map(shape, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
-  optimizer = optimizer or optimizers.make_outer(OuterConfig(optimizer=text))
+  optimizer = optimizers.make_outer(OuterConfig(optimizer=text))
   places = optimizers.state_shardings("outer.optimizer", optimizer, params, mesh, lead)
   return jax.eval_shape(optimizer.init, params), places
 
@@ -298,13 +278,6 @@ def test_state_shaped_like_a_parameter_is_sharded_like_it(text, lead):
       assert at.spec == jax.sharding.PartitionSpec(*lead)
 
 
-def test_small_state_of_another_shape_is_whole_on_every_device():
-  state, places = placed("adafactor(min_dim_size_to_factor=16)")
-  shapes = [x.shape for x in jax.tree.leaves(state)]
-  assert (3, 256) in shapes  # Rows of a factored second moment.
-  assert jax.tree.structure(state) == jax.tree.structure(places)
-
-
 def test_moments_that_optax_does_not_map_to_parameters_are_sharded_too():
   state, places = placed("sm3")
   pairs = zip(jax.tree.leaves(state), jax.tree.leaves(places))
@@ -317,7 +290,8 @@ def test_the_limit_of_unsharded_state_is_a_share_of_one_device():
   # Adafactor keeps 1920 sums whole, of 230,144 parameters: a tenth of a device's share
   # is 2877 values on 8 devices, and 1438 on 16.
   factored = "adafactor(min_dim_size_to_factor=16)"
-  placed(factored, fsdp=8)
+  state, places = placed(factored, fsdp=8)
+  assert jax.tree.structure(state) == jax.tree.structure(places)
   message = (
     r"outer.optimizer keeps [\d,]+ bytes of state on every device, which mesh.fsdp = 16"
     " cannot shard"

@@ -55,10 +55,3 @@ NOT_ON_DEVICES = make(Schedule(1, 4, (2,)), overlaps=False)
 def test_steps_that_hide_nothing_are_launched_one_by_one(method):
   ranges = list(spans(method, 3, 7, (5, 0)))
   assert ranges == [range(t, t + 1) for t in range(4, 8)]
-
-
-def test_the_steps_after_a_send_are_launched_together():
-  found = spans(make(Schedule(1, 10, (4,))), 8, 26, (12,))
-  lengths = [len(steps) for steps in found]
-  # Steps 9 and 10; 11 and 12, where a period ends; each one up to 20; 21 to 24.
-  assert lengths == [1, 1, 2, *[1] * 8, 4, 1, 1]

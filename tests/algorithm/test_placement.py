@@ -60,20 +60,15 @@ def walk(sync, steps: int = STEPS, before_every_step=lambda t, params_M, state: 
   return jax.device_get(params_M), jax.device_get(theta), events + more
 
 
-def test_a_payload_that_has_arrived_is_not_carried_again(tiny, monkeypatch):
+def test_a_payload_that_has_arrived_is_not_carried_again(tiny):
   sync = make(tiny)
-
-  class Never:
-    def carry(self, payload):
-      raise AssertionError("carried twice")
-
-  once = dataclasses.replace(sync, transport=Never())
+  once = dataclasses.replace(sync, transport=None)
   with jax.set_mesh(sync.mesh):
     params_M, state = start(sync)
     state, _ = sync.send(1, 0, params_M, state)
     flying = state.in_flight[0]
     theta, opt_state, _ = state.fragment(0)
-    with pytest.raises(AssertionError, match="carried twice"):
+    with pytest.raises(AttributeError, match="carry"):
       once.update(theta, opt_state, flying)
     once.update(theta, opt_state, dataclasses.replace(flying, arrived=True))
 
@@ -84,9 +79,8 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("optimizer", ["sgd(momentum=0.9, nesterov=True)", "adam"])
 def test_hosts_compute_what_devices_compute_bit_for_bit(tiny, optimizer):
-  fields = {"outer.optimizer": optimizer}
-  on_devices = walk(make(tiny, **fields))
-  on_hosts = walk(host(tiny, **fields))
+  tiny.outer.optimizer = optimizer
+  on_devices, on_hosts = walk(make(tiny)), walk(host(tiny))
   assert_same(on_devices[:2], on_hosts[:2])
   described = lambda events: [(e.kind, e.step, e.fragment) for e in events]
   assert described(on_devices[2]) == described(on_hosts[2])
@@ -191,15 +185,11 @@ def test_offloaded_outer_state_is_copied_once_each_way(
 
 
 def test_offloading_needs_pinned_memory():
-  device = type(
-    "Device",
-    (),
-    {
-      "device_kind": "cpu",
-      "addressable_memories": lambda self: [type("Memory", (), {"kind": "device"})],
-    },
+  memories = [types.SimpleNamespace(kind="device")]
+  device = types.SimpleNamespace(
+    device_kind="cpu", addressable_memories=lambda: memories
   )
-  fake = type("FakeMesh", (), {"devices": np.asarray([[device()]], dtype=object)})
+  fake = types.SimpleNamespace(devices=np.asarray([[device]], dtype=object))
   message = "needs memory of kind pinned_host, but cpu has device"
   with pytest.raises(ConfigError, match=message):
     placement.make_place(fake, None, offload=True)

@@ -1,15 +1,12 @@
 """The models in a state, apart from the outer parameters."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.algorithm.method import Method
-from diloco.algorithm.state import OuterState, TrainState, first_replica, replica_mean
-from diloco.config import Config, resolve
+from diloco.algorithm.state import first_replica, replica_mean
+from diloco.config import resolve
 from diloco.mesh.devices import make_mesh
 
 
@@ -36,12 +33,3 @@ def test_the_mean_and_the_first_of_three_replicas(mesh, dtype):
     np.testing.assert_array_equal, first, jax.tree.map(lambda x: x[0], exact_M)
   )
   assert {x.dtype for x in jax.tree.leaves((mean, first))} == {np.dtype("float32")}
-
-
-def test_data_parallel_is_judged_by_its_one_model(mesh):
-  params_M = replicas(1, "float32")
-  state = TrainState(params_M, (), OuterState((), (), (), {}))
-  found = Method(Config(), types.SimpleNamespace(fragments=(), mesh=mesh)).params(state)
-  jax.tree.map(
-    np.testing.assert_array_equal, found, jax.tree.map(lambda x: x[0], params_M)
-  )
