@@ -4,6 +4,7 @@ Trains the same few steps on several layouts of the mesh, and reads the collecti
 the compiled programs. Arguments: parts to run, whole or with names: losses=1,8.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -50,6 +51,15 @@ def make_config(**fields) -> Config:
   return resolve(c)
 
 
+@contextlib.contextmanager
+def begun(c: Config, devices: int):
+  """Makes a run on some devices: its method, its sync and its first state."""
+  mesh = make_mesh(c, jax.devices()[:devices])
+  with jax.set_mesh(mesh):
+    method = Method(c, make_streaming(c, mesh))
+    yield method, method.sync, method.init()
+
+
 def tokens_of(c: Config, mesh, t: int) -> jax.Array:
   """Random tokens of step t."""
   shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
@@ -60,19 +70,15 @@ def tokens_of(c: Config, mesh, t: int) -> jax.Array:
 def losses(devices: int, **fields) -> list[list[float]]:
   """Loss of each replica at each step, on random tokens."""
   c = make_config(**fields)
-  mesh = make_mesh(c, jax.devices()[:devices])
   found, tuned = [], optimizers.tuned(c)
-  with jax.set_mesh(mesh):
-    sync = make_streaming(c, mesh)
-    s = Method(c, sync).init()
+  with begun(c, devices) as (_, sync, s):
     params, opt_state, outer = s.params, s.opt_state, s.outer
     for t in range(1, STEPS + 1):
-      tokens = tokens_of(c, mesh, t)
+      tokens = tokens_of(c, sync.mesh, t)
       params, opt_state, metrics = inner_step(
         params, opt_state, tokens, tuned, c=c, averaged=t <= c.joint_steps
       )
-      if sync:
-        params, outer, _ = outer_step(sync, t, params, outer)
+      params, outer, _ = outer_step(sync, t, params, outer)
       found.append(np.asarray(metrics.loss).tolist())
   return found
 
@@ -81,19 +87,16 @@ def bits(transport: str) -> dict:
   """Trains on 2 devices as diloco.train does; losses, and digests of the end."""
   fields = {"sync_every": 6, "overlap.tau": 2, "fragments.size": 3, "mesh.fsdp": 1}
   c = make_config(**fields, **{"overlap.transport": transport})
-  mesh = make_mesh(c, jax.devices()[:2])
   found, hidden, late, last = [], 0, 0, 13
-  with jax.set_mesh(mesh):
-    sync = make_streaming(c, mesh)
-    s = Method(c, sync).init()
-    for steps in conftest.spans(Method(c, sync), 0, last, (c.eval.every,)):
+  with begun(c, 2) as (method, sync, s):
+    arrived = exchange.transmitted(sync.mesh)
+    for steps in conftest.spans(method, 0, last, (c.eval.every,)):
       overlaps = sync.overlap_steps(steps[0] - 1) > 0
-      tokens = [tokens_of(c, mesh, t) for t in steps]
-      s, metrics = Method(c, sync).inner(steps, s, tokens)
+      tokens = [tokens_of(c, sync.mesh, t) for t in steps]
+      s, metrics = method.inner(steps, s, tokens)
       hidden += overlaps
       for p in sync.schedule.sends(steps[0] - 1) if overlaps else []:
-        payload = s.outer.in_flight[p].payload
-        there = payload.sharding.is_equivalent_to(exchange.transmitted(mesh), 3)
+        there = s.outer.in_flight[p].payload.sharding.is_equivalent_to(arrived, 3)
         late += not there  # This exchange would hide behind no inner step.
       params, outer, _ = outer_step(sync, steps[-1], s.params, s.outer)
       s = TrainState(params, s.opt_state, outer)
@@ -112,10 +115,8 @@ def digest(tree) -> str:
 def traffic(devices: int, **fields) -> dict:
   """Collectives across replicas in every program of a round."""
   c = make_config(**fields)
-  mesh = make_mesh(c, jax.devices()[:devices])
-  with jax.set_mesh(mesh):
-    sync = make_streaming(c, mesh)
-    s = Method(c, sync).init()
+  with begun(c, devices) as (_, sync, s):
+    mesh = sync.mesh
     tokens, tuned = tokens_of(c, mesh, 0), optimizers.tuned(c)
     theta, layers = s.outer.theta[0], sync.layers[0]
     args = (s.params, theta, s.outer.codec_state[0], layers, jax.random.key(0))
@@ -157,17 +158,13 @@ def averages(devices: int, **fields) -> dict:
     and `expected`: numbers of changed parameters and moments.
   """
   c = make_config(**fields, **{"des_loc.second_every": 1, "sparta.share": 0.1})
-  mesh = make_mesh(c, jax.devices()[:devices])
-  programs = Programs(c, mesh)
-  with jax.set_mesh(mesh):
-    sync = make_streaming(c, mesh)
-    s = Method(c, sync).init()
+  with begun(c, devices) as (method, sync, s):
     draw = lambda x: np.random.default_rng(x.size).normal(size=x.shape)
     put = lambda x: jax.device_put(draw(x).astype(x.dtype), x.sharding)
     s = TrainState(*jax.tree.map(put, (s.params, s.opt_state)), s.outer)
     old = jax.tree.map(np.asarray, (s.params, s.opt_state))
     places = jax.tree.map(lambda x: x.sharding, (s.params, s.opt_state))
-    s, events = Method(c, sync).average(1, s)
+    s, events = method.average(1, s)
   right, changed = True, [0, 0]
   for i, three in enumerate(zip(old, (s.params, s.opt_state), places)):
     for x, y, place in zip(*map(jax.tree.leaves, three)):
@@ -176,10 +173,11 @@ def averages(devices: int, **fields) -> dict:
       right &= np.allclose(np.asarray(y)[:, moved], mean[:, moved], atol=1e-5)
       right &= y.sharding.is_equivalent_to(place, y.ndim)
       changed[i] += int(moved.sum())
+  programs = Programs(c, sync.mesh)
   crossing = {x.fragment: programs.compile(x.fragment).crossing for x in events}
   booked = {x.fragment: x.sent for x in events}
   n = shapes.num_params(c.model)
-  values = sparta.count(0.1, sync.parameters, mesh.shape[sharding.FSDP])
+  values = sparta.count(0.1, sync.parameters, sync.mesh.shape[sharding.FSDP])
   found = {"crossing": crossing, "booked": booked, "right": bool(right)}
   return found | {"changed": changed, "expected": [values, n]}
 
@@ -188,17 +186,14 @@ def coded_moments(devices: int, **fields) -> list[float]:
   """Bytes that a replica sends and books when it averages moments in 4 bits."""
   own = {"des_loc.first_every": 1, "des_loc.format": "e3m0"}
   c = make_config(**fields, **own)
-  programs = Programs(c, make_mesh(c, jax.devices()[:devices]))
-  with jax.set_mesh(programs.mesh):
-    method = Method(c, make_streaming(c, programs.mesh))
-    _, (event,) = method.average(1, method.init())
-  return [programs.compile(event.fragment).crossing, event.sent]
+  with begun(c, devices) as (method, sync, s):
+    _, (event,) = method.average(1, s)
+  return [Programs(c, sync.mesh).compile(event.fragment).crossing, event.sent]
 
 
 def whole_models() -> dict:
   """Bytes on one device while a replica's model is joined, relative to a shard."""
   c = make_config(**{"mesh.replica": 2, "mesh.fsdp": 4})
-  mesh = make_mesh(c)
   device = jax.devices()[0]
   whole = shapes.parameters(c.model)
   shard = shapes.num_params(c.model)  # Bytes: four per parameter, on four devices.
@@ -206,9 +201,8 @@ def whole_models() -> dict:
     s.data.nbytes for x in arrays for s in x.addressable_shards if s.device == device
   )
   found = {}
-  with jax.set_mesh(mesh):
-    sync = make_streaming(c, mesh)
-    s = Method(c, sync).init()
+  with begun(c, 8) as (_, sync, s):
+    mesh = sync.mesh
     old = {id(x): x for x in jax.live_arrays()}
     most = []
 
@@ -233,10 +227,9 @@ def whole_models() -> dict:
 
 def gradients(devices: int, **fields) -> dict:
   """Collectives across the copies of data-parallel's one model."""
-  c = make_config(algorithm="data_parallel", **fields)
-  mesh = make_mesh(c, jax.devices()[:devices])
-  with jax.set_mesh(mesh):
-    s = Method(c, make_streaming(c, mesh)).init()
+  c = make_config(**fields | {"algorithm": "data_parallel"})
+  with begun(c, devices) as (_, sync, s):
+    mesh = sync.mesh
     args = (s.params, s.opt_state, tokens_of(c, mesh, 0), optimizers.tuned(c))
     text = inner_step.lower(*args, c=c).compile().as_text()
   crossing = hlo.across_replicas(text, mesh)
@@ -401,11 +394,9 @@ def library(devices: int, fsdp: int, kind: str) -> list[list[float]]:
 def diagnosed(devices: int, fsdp: int) -> dict[str, list]:
   """Diagnostics of two fragments, and the losses around a merge."""
   c = make_config(**{"mesh.fsdp": fsdp, "fragments.size": 3})
-  mesh = make_mesh(c, jax.devices()[:devices])
   rng, found = np.random.default_rng(0), {}
-  with jax.set_mesh(mesh):
-    sync = make_streaming(c, mesh)
-    s = Method(c, sync).init()
+  with begun(c, devices) as (_, sync, s):
+    mesh = sync.mesh
     draw = lambda x: jax.device_put(np.float32(rng.normal(size=x.shape)), x.sharding)
     moved_M = jax.tree.map(lambda x: x + 0.1 * draw(x), s.params)
     for p, (theta, state) in enumerate(zip(s.outer.theta, s.outer.codec_state)):
@@ -431,6 +422,10 @@ def main() -> None:
     "fsdp": (4, {"mesh.replica": 1, "mesh.fsdp": 4}),
     "two_on_each": (2, {"replicas": 4, "mesh.replica": 2}),
     "four_on_one": (1, {"replicas": 4}),
+    "4 of 4": (4, {"replicas": 4}),
+    "psum_8": (8, {"wire.exchange": "psum"}),
+    "psum_of_4": (4, {"wire.exchange": "psum", "replicas": 4}),
+    "chunked_feedback": (8, {"model.loss_chunk": 4, "wire.compressor": "feedback"}),
     "one_copy": (1, one_model),
     "one_copy_on_2": (2, {**one_model, "mesh.replica": 1}),
     "two_copies": (2, one_model),
@@ -439,21 +434,14 @@ def main() -> None:
     "16_bits": (2, {**one_model, "inner.gradient_dtype": "bfloat16"}),
   }
   parts = {
-    "gradients": {
-      "8": lambda: gradients(8),
-      "accumulated": lambda: gradients(2, **{"train.accumulate": 2}),
-    },
     **{
       run.__name__: {
-        "8": lambda run=run: run(8),
-        "4 of 4": lambda run=run: run(4, replicas=4),
+        name: functools.partial(run, n, **fields)
+        for name, (n, fields) in layouts.items()
       }
-      for run in (averages, coded_moments)
+      for run in (losses, gradients, traffic, averages, coded_moments)
     },
     "whole_models": {"2 of 4": whole_models},
-    "losses": {
-      name: functools.partial(losses, n, **f) for name, (n, f) in layouts.items()
-    },
     "arrivals": {
       f"{slices}, {gathers}": functools.partial(arrivals, slices, gathers)
       for slices, gathers in ((1, False), (2, False), (4, False), (3, False), (1, True))
@@ -472,15 +460,6 @@ def main() -> None:
       f"{compressor}, {rounding}": functools.partial(shards, compressor, rounding)
       for compressor in ("quantize", "random", "feedback")
       for rounding in ("nearest", "stochastic")
-    },
-    "traffic": {
-      "2": lambda: traffic(2),
-      "8": lambda: traffic(8),
-      "chunked_feedback": lambda: traffic(
-        8, **{"model.loss_chunk": 4, "wire.compressor": "feedback"}
-      ),
-      "psum_8": lambda: traffic(8, **{"wire.exchange": "psum"}),
-      "psum_of_4": lambda: traffic(4, **{"wire.exchange": "psum", "replicas": 4}),
     },
     # The last part: it changes JAX and attention.check.
     "attentions": {"all": attentions},
