@@ -50,17 +50,6 @@ def carry(t: transport.Transport, mesh: Mesh, shape: tuple[int, ...]) -> dict:
   if t.hosts:
     result["everywhere"] = found.sharding == NamedSharding(t.hosts, P())
     return result
-
-  def expected(s: int, device: jax.Device) -> np.ndarray:
-    """Returns the payload of the group that is s + 1 rows before the device's row."""
-    [[row, shard]] = np.argwhere(mesh.devices == device)
-    group = np.split(values, len(OWNERS))[(row - s - 1) % len(OWNERS)]
-    return (group[:, shard] if own else group).reshape(-1)
-
-  parts = transport.start(mesh, [payload])
-  result["parts"] = len(parts) == len(OWNERS) - 1 and all(
-    holds(x, lambda part, s=s: expected(s, part.device)) for s, x in enumerate(parts)
-  )
   if own:
     place_of_all = exchange.transmitted(mesh)
     result["everywhere"] = found.sharding.is_equivalent_to(place_of_all, found.ndim)

@@ -197,16 +197,7 @@ def test_largest_magnitude_equals_numpy(n):
 
 
 @pytest.mark.parametrize("width", range(1, 9))
-@pytest.mark.parametrize("n", [1, 9, 101])
-def test_packing_round_trip_and_exact_size(width, n):
-  codes = np.random.default_rng(n).integers(0, 1 << width, n).astype(np.uint8)
-  code = codes_lib.pack(codes, width)
-  assert code.shape == (math.ceil(n * width / 8),)
-  np.testing.assert_array_equal(codes_lib.unpack(code, width, n), codes)
-
-
-@pytest.mark.parametrize("width", range(1, 9))
-@pytest.mark.parametrize("shape", [(3, 64), (5, 7)])
+@pytest.mark.parametrize("shape", [(1,), (9,), (3, 64), (5, 7)])
 def test_packing_puts_every_bit_where_the_layout_says(width, shape):
   codes = np.random.default_rng(width).integers(0, 1 << width, shape).astype(np.uint8)
   n, group = codes.size, 8 // math.gcd(width, 8)
@@ -221,3 +212,4 @@ def test_packing_puts_every_bit_where_the_layout_says(width, shape):
       expected[at] |= (int(code) >> bit & 1) << place
   code = jax.jit(codes_lib.pack, static_argnums=1)(codes, width)
   np.testing.assert_array_equal(code, expected[: packed(n, width)])
+  np.testing.assert_array_equal(codes_lib.unpack(code, width, n), codes.reshape(-1))

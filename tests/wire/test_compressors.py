@@ -66,18 +66,6 @@ def test_payload_sizes_are_exact(name, options, n, s, expected):
   assert (code.dtype, code.shape) == (jnp.uint8, (expected,))
 
 
-def test_a_small_tensor_never_costs_more_than_float32():
-  for s in range(1, 40):
-    assert codec(format="e3m0", block_size=128).nbytes(1, s) <= 4 * s
-
-
-@pytest.mark.parametrize("fmt", ["fp32", "bf16", "e4m3fn", "e2m3", "e3m0"])
-def test_values_of_the_format_survive_the_round_trip(fmt):
-  x = np.float32([[1, -2, 4, 0.5, 0, 2, -1], [0, 0, 0, 0, 0, 0, 0]]) * 2.0**-20
-  c = codec(format=fmt, block_size=4)
-  np.testing.assert_array_equal(c.decode(c.encode(x, KEY), 2, 7), x)
-
-
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.integers(1, 3), st.integers(1, 20), st.integers(1, 8), st.integers(0, 9))
 def test_blocks_do_not_affect_each_other(n, s, block, seed):
@@ -93,17 +81,6 @@ def test_blocks_do_not_affect_each_other(n, s, block, seed):
       np.testing.assert_array_equal(whole[layer, start : start + block], alone[0])
 
 
-def test_a_block_with_nan_or_inf_decodes_to_nan_and_others_stay():
-  x = np.ones((1, 8), np.float32)
-  x[0, 1], x[0, 6] = np.nan, 1
-  c = codec(format="e3m0", block_size=4)
-  y = np.asarray(c.decode(c.encode(x, KEY), 1, 8))
-  assert np.isnan(y[0, :4]).all()
-  np.testing.assert_array_equal(y[0, 4:], 1)
-  x[0, 1] = np.inf
-  assert np.isnan(np.asarray(c.decode(c.encode(x, KEY), 1, 8))[0, :4]).all()
-
-
 def test_scale_bytes_are_those_of_e8m0():
   # A byte b stands for 2^(b - 127), and 255 for NaN (OCP Microscaling Formats).
   x = np.float32([[16, 1, 2, 64, np.nan, 1, 2.0**-120, 0]])
@@ -116,7 +93,6 @@ def test_scale_bytes_are_those_of_e8m0():
 @pytest.mark.parametrize(
   ("name", "options"),
   [
-    ("quantize", {"format": "e3m0", "block_size": 128}),
     ("quantize", {"format": "e3m0", "block_size": 96}),
     ("quantize", {"format": "e3m0", "block_size": sizes.WHOLE_TENSOR}),
     ("quantize", {"format": "e3m0", "block_size": sizes.ROW}),
@@ -124,30 +100,22 @@ def test_scale_bytes_are_those_of_e8m0():
     ("quantize", {"format": "e4m3fn", "rounding": "stochastic"}),
     ("quantize", {"format": "bf16"}),
     ("topk", {"format": "e3m0"}),
-    ("random", {"format": "e3m0", "density": 0.5}),
-    ("dare", {"format": "e2m1", "density": 0.5}),
   ],
 )
 def test_non_finite_values_are_never_lost_at_real_sizes(name, options):
   # For arrays of a few thousand values or more, XLA for CPU uses other kernels than for
   # small ones; there a maximum of floats drops every NaN.
-  m, row = 2, 1000
-  subset = name in ("random", "dare")  # Drawing one sorts: slow on CPU.
-  s = 100_003 if subset else 1_000_003
+  m, row, s = 2, 1000, 1_000_003
   c = codec(name, row, **options)
   encode = jax.jit(jax.vmap(c.encode))
   decode = jax.jit(jax.vmap(lambda code: c.decode(code, 1, s)))
   keys_M = jax.random.split(KEY, m)
   x_Mx1xS = np.random.default_rng(4).normal(size=(m, 1, s)).astype(np.float32)
   where = np.array([0, 127, 128, 5000, 65_536, 99_968, 99_999, s - 1])
-  kept = np.ones(len(where), bool)
-  if subset:
-    kept = np.asarray(decode(encode(np.ones_like(x_Mx1xS), keys_M)))[1, 0, where] != 0
-    assert kept.any()
   for bad in (np.nan, np.inf):
     x_Mx1xS[1, 0, where[::2]], x_Mx1xS[1, 0, where[1::2]] = bad, -bad
     y_Mx1xS = np.asarray(decode(encode(x_Mx1xS, keys_M)))
-    assert not np.isfinite(y_Mx1xS[1, 0, where[kept]]).any()
+    assert not np.isfinite(y_Mx1xS[1, 0, where]).any()
     assert np.isfinite(y_Mx1xS[0]).all()
     if name == "quantize" and options["format"] != "bf16":
       size = options.get("block_size", 128)
@@ -165,16 +133,6 @@ def test_topk_finds_values_beyond_the_integers_of_float32():
   y = np.asarray(jax.jit(lambda x: c.decode(c.encode(x, KEY), 1, s))(x))
   np.testing.assert_array_equal(np.flatnonzero(y), where)
   np.testing.assert_array_equal(y[0, where], x[0, where])
-
-
-def test_topk_keeps_the_largest_and_drops_the_rest():
-  x = np.random.default_rng(1).normal(size=(3, 50)).astype(np.float32)
-  c = codec("topk", format="fp32", density=0.2)
-  y = np.asarray(c.decode(c.encode(x, KEY), 3, 50))
-  for layer in range(3):
-    kept = np.sort(np.argsort(-np.abs(x[layer]))[:10])
-    np.testing.assert_array_equal(np.flatnonzero(y[layer]), kept)
-    np.testing.assert_array_equal(y[layer, kept], x[layer, kept])
 
 
 def test_topk_keeps_the_largest_of_every_chunk():
@@ -210,10 +168,3 @@ def test_the_rounding_of_a_random_subset_does_not_follow_its_seed():
   assert {*first.tolist()} == {6, 7}
   low = payloads[:, 6] < 128  # The highest bit of the first word.
   assert 16 < np.sum((first == 7) == low) < 48
-
-
-def test_each_row_has_its_own_scale():
-  x = jnp.float32([[1.0, 1.0, 1e-6, 1e-6]])
-  c = codec(row=2, format="e3m0", block_size=sizes.ROW)
-  assert c.nbytes(1, 4) == 2 + 2
-  np.testing.assert_allclose(c.decode(c.encode(x, KEY), 1, 4), x, rtol=0.34)

@@ -15,11 +15,6 @@ SYNCS = st.lists(
 ).map(sorted)
 
 
-def test_a_new_ledger_is_empty():
-  ledger = Ledger()
-  assert (ledger.total, ledger.syncs, ledger.peak) == (0, 0, 0)
-
-
 def test_averages_count_as_bytes_but_not_as_syncs():
   ledger = Ledger()
   ledger.record_average("sparta", 1, 5)

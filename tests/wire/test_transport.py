@@ -57,20 +57,13 @@ def test_two_processes_exchange_payloads(processes):
   [(True, 2, 2, 1), (True, 2, 1, 0), (True, 1, 2, 0), (False, 2, 2, 0)],
 )
 def test_devices_connect_if_needed(monkeypatch, packed, groups, processes, exchanges):
-  mesh = type("FakeMesh", (), {"shape": {REPLICA: groups, FSDP: 1}})
+  mesh = types.SimpleNamespace(shape={REPLICA: groups, FSDP: 1})
   devices, carried = transport.DeviceTransport(mesh, packed), []
   monkeypatch.setattr(jax, "process_count", lambda: processes)
   monkeypatch.setattr(transport, "_one_byte", lambda mesh: np.zeros((groups, 1, 1)))
   monkeypatch.setattr(devices, "carry", lambda x: carried.append(x.shape) or x)
   devices.connect()
   assert carried == [(groups, 1, 1)] * exchanges
-
-
-class _Device:
-  """A stand-in for a device of a process."""
-
-  def __init__(self, process_index: int):
-    self.process_index = process_index
 
 
 @pytest.mark.parametrize(
@@ -81,8 +74,9 @@ class _Device:
   ],
 )
 def test_host_transport_needs_whole_replicas_on_every_process(processes, message):
-  grid = np.asarray([[_Device(p) for p in row] for row in processes], dtype=object)
-  mesh = type("FakeMesh", (), {"devices": grid})
+  device = lambda p: types.SimpleNamespace(process_index=p)
+  grid = np.asarray([[device(p) for p in row] for row in processes], dtype=object)
+  mesh = types.SimpleNamespace(devices=grid)
   with pytest.raises(ConfigError, match=message):
     transport.HostTransport(mesh)
 
