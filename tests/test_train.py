@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -88,12 +89,6 @@ def start(workdir, *args, **more):
   return running.start(*words, **more)
 
 
-def run(workdir, *args, **kwargs):
-  process = start(workdir, *args, stderr=subprocess.PIPE, **kwargs)
-  _, stderr = process.communicate(timeout=300)
-  return process.returncode, stderr
-
-
 def test_the_summary_describes_the_run(finished):
   s = json.loads((finished / "summary.json").read_text())
   assert (s["algorithm"], s["replicas"], s["steps"]) == ("streaming", 2, 12)
@@ -114,7 +109,7 @@ def test_the_summary_describes_the_run(finished):
     assert (finished / name).exists()
 
 
-def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path):
+def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path, go_on):
   # In flight at the checkpoint of step 5: fragments sent at 4 (tau = 2: not yet
   # received), so the payloads come from the checkpoint.
   process = start(tmp_path)
@@ -126,7 +121,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path):
     time.sleep(0.01)
   process.send_signal(signal.SIGKILL)
   process.wait()
-  assert run(tmp_path)[0] == 0
+  assert "Going on from the checkpoint of step 5" in go_on(tmp_path)
   assert losses(tmp_path) == losses(finished)
   assert_same_end(tmp_path, finished)
   a, b = (json.loads((w / "summary.json").read_text()) for w in (tmp_path, finished))
@@ -138,7 +133,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path):
   ("signum", "status"),
   first_of("starts and stops processes", ("SIGTERM", 0), ("SIGINT", 130)),
 )
-def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, signum, status):
+def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, go_on, signum, status):
   process = start(tmp_path, "--config.checkpoint.every=0", stderr=subprocess.PIPE)
   await_metrics(process, tmp_path)
   process.send_signal(getattr(signal, signum))
@@ -149,7 +144,7 @@ def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, signum, status):
   assert any(line.startswith(f"{name}: saved step") for line in stderr.splitlines())
   assert "Traceback" not in stderr
   assert not (tmp_path / "summary.json").exists()
-  assert run(tmp_path, "--config.checkpoint.every=0")[0] == 0
+  assert "Going on" in go_on(tmp_path, **{"checkpoint.every": 0})
   assert losses(tmp_path) == losses(finished)
 
 
@@ -172,19 +167,12 @@ def test_an_interrupt_before_the_first_step_is_one_line(tmp_path):
   assert "Traceback" not in stderr
 
 
-@pytest.mark.integration("starts processes and stops them")
 def test_a_second_run_in_the_same_workdir_is_refused(tiny, tmp_path):
-  process = start(tmp_path, "--config.train.steps=100000", stderr=subprocess.DEVNULL)
-  try:
-    await_metrics(process, tmp_path)
-    holder = f"where process {process.pid} on .* is training; wait for its end"
-    with pytest.raises(ConfigError, match=holder):
-      train.train(tiny, tmp_path)
-  finally:
-    process.kill()
-    process.wait()
-  with lock_workdir(tmp_path, Peers()):
-    pass  # A dead process keeps no lock.
+  for _ in range(2):  # Whoever ends keeps no lock.
+    with lock_workdir(tmp_path, Peers()):
+      holder = f"where process {os.getpid()} on .* is training; wait for its end"
+      with pytest.raises(ConfigError, match=holder):
+        train.train(tiny, tmp_path)
 
 
 def test_a_finished_run_is_not_trained_again(finished, tmp_path, go_on):
@@ -213,12 +201,12 @@ def test_another_config_is_refused_with_the_difference(finished, tmp_path, go_on
   assert "checkpoint of step 12 made with another config" in str(error.value)
 
 
-@pytest.mark.parametrize("harm", first_of("whole runs", wreck.flip, wreck.cut))
-def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, go_on, harm):
+@pytest.mark.integration("whole runs")
+def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, go_on):
   workdir = tmp_path / "copy"
   shutil.copytree(finished, workdir)
   arrays = (p for p in (workdir / "checkpoints" / "12").rglob("*") if p.is_file())
-  harm(max(arrays, key=lambda p: p.stat().st_size), 0.5)
+  wreck.flip(max(arrays, key=lambda p: p.stat().st_size), 0.5)
   stderr = go_on(workdir)
   assert "The checkpoint of step 12 is damaged (" in stderr
   assert "Going on from the checkpoint of step 10" in stderr
@@ -229,8 +217,8 @@ def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, go_on, harm):
   assert_same_end(workdir, finished)
 
 
-@pytest.mark.slow("starts a process for each run")
-def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, monkeypatch):
+@pytest.mark.slow("starts a process")
+def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, go_on, monkeypatch):
   workdir = tmp_path / "copy"
   shutil.copytree(finished, workdir)
   shutil.rmtree(workdir / "checkpoints" / "12")
@@ -238,8 +226,10 @@ def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, monkeypatch):
   # Files end at 0.1 or 0.2 MB, as on a disk that others fill while the run saves. The
   # embedding alone has 0.26 MB. The store decides how much else it puts into a file.
   monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1000")
-  code, stderr = run(workdir, before=["sh", "-c", 'ulimit -f 200; exec "$@"', "sh"])
-  assert code == 2
+  limit = ["sh", "-c", 'ulimit -f 200; exec "$@"', "sh"]
+  process = start(workdir, stderr=subprocess.PIPE, before=limit)
+  _, stderr = process.communicate(timeout=300)
+  assert process.returncode == 2
   assert "Traceback" not in stderr
   sentence = (
     f"error: --workdir is {workdir}, where the checkpoint of step 12 cannot be written"
@@ -249,9 +239,7 @@ def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, monkeypatch):
   assert stderr.endswith(" same command goes on from the checkpoint of step 10.\n")
   assert stderr.count("rror") == 1
   assert contents(workdir / "checkpoints") == before
-  code, stderr = run(workdir)
-  assert code == 0, stderr
-  assert "Going on from the checkpoint of step 10" in stderr
+  assert "Going on from the checkpoint of step 10" in go_on(workdir)
   assert losses(workdir) == losses(finished)
   assert_same_end(workdir, finished)
 
@@ -309,25 +297,6 @@ def test_the_baselines_run_from_the_same_config(
     assert sends[0]["bytes"] == 4 * summary["params"]
     assert summary["bytes_sent_per_replica"] == sum(r["bytes"] for r in sends)
     assert summary["syncs"] == len(sends)
-
-
-@pytest.mark.integration("compiles everything twice")
-def test_no_program_is_compiled_per_fragment(tiny, tmp_path, caplog):
-  def compiled(layers):
-    tiny.model.num_layers, tiny.train.steps = layers, 12
-    tiny.sync_every = 6
-    jax.clear_caches()
-    with jax.log_compiles(), caplog.at_level("WARNING"):
-      caplog.clear()
-      train.train(tiny, tmp_path / str(layers))
-    names = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
-    wanted = ("inner_step", "send", "update", "merge", "_init_fragment")
-    return {w: sum(f"jit({w})" in n or f" {w} " in n for n in names) for w in wanted}
-
-  few, many = compiled(2), compiled(6)
-  assert few == many
-  assert few["inner_step"] == 1
-  assert few["send"] == 2  # Block fragments and the embedding.
 
 
 @pytest.mark.integration("whole runs")
@@ -394,17 +363,14 @@ def test_jax_processes_unknown_to_the_peers_are_refused(tiny, tmp_path, monkeypa
   assert not list(tmp_path.iterdir())
 
 
-MOMO = {"inner.optimizer": "momo"}
-
-
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
     ({"outer.optimizer": "bogus"}, "outer.optimizer is 'bogus', but optax has no"),
-    ({"outer.optimizer": "momo"}, "outer.optimizer cannot step these parameters"),
-    ({"inner.optimizer": "bogus"}, "inner.optimizer is 'bogus', but optax has no"),
-    ({**MOMO, "inner.weight_decay": 0.0}, "inner.optimizer cannot step these"),
-    ({"inner.optimizer": "schedule_free_adamw"}, "adamw, which averages one model"),
+    (
+      {"inner.optimizer": "momo", "inner.weight_decay": 0.0},
+      "inner.optimizer cannot step these",
+    ),
   ],
 )
 def test_a_mistake_in_an_optimizer_is_found_at_once(tiny, tmp_path, fields, message):
