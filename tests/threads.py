@@ -30,7 +30,8 @@ def at_once(run, indices) -> dict:
     except ProcessLost as error:
       found[i] = error
 
-  threads = [threading.Thread(target=call, args=(i,)) for i in indices]
+  thread = lambda i: threading.Thread(target=call, args=(i,), name=f"process {i}")
+  threads = [thread(i) for i in indices]
   for thread in threads:
     thread.start()
   for thread in threads:
@@ -48,3 +49,10 @@ def meet(indices, count, timeout=20, port=None) -> dict:
 def connected(count: int) -> list[Peers]:
   found = meet(range(count), count)
   return [found[i] for i in range(count)]
+
+
+def close(peers) -> None:
+  """Ends processes after they have gathered their numbers."""
+  gathered = at_once(lambda i: peers[i].all_gather(i), range(len(peers)))
+  assert gathered == {i: [*range(len(peers))] for i in range(len(peers))}
+  at_once(lambda i: peers[i].close(), range(len(peers)))

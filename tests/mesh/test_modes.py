@@ -119,7 +119,8 @@ def test_diagnostics_which_write_nan_refuse_to_stop_at_nan(tiny, set_modes):
   ),
 )
 def test_the_trainer_trains_alike_in_all_modes(tiny, tmp_path, fields, set_modes):
-  update(tiny, {"fragments.pattern": "whole", **fields})  # Few programs.
+  few_programs = {"fragments.pattern": "whole", "model.num_layers": 1}
+  update(tiny, {**few_programs, **fields})
   plain = train.train(tiny, tmp_path / "plain")
   set_modes(MODES)
   found = train.train(tiny, tmp_path / "modes")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import running
-from threads import at_once, connected, free_port
+from threads import at_once, close, connected, free_port
 
 from diloco.log import metrics
 from diloco.processes import common_end
@@ -22,6 +22,12 @@ from diloco.processes import common_end
 common_end.PATIENCE = 1.0
 runpy.run_module("diloco.main", run_name="__main__")
 """
+
+
+def leave(ends, peers):
+  for end in ends:
+    end.close()
+  close(peers)
 
 
 @pytest.mark.parametrize("asking", [(0,), (1,), (0, 1, 2)], ids=str)
@@ -46,19 +52,7 @@ def test_all_end_after_the_same_launch(asking):
   assert len(found) == 1
   assert began.get() <= found.pop() < 1000
   assert all(end.asked for end in ends)
-  for end in ends:
-    end.close()
-  at_once(lambda i: peers[i].close(), range(3))
-
-
-def test_nobody_ends_if_nobody_asks():
-  peers = connected(2)
-  ends = [CommonEnd(p) for p in peers]
-  found = at_once(lambda i: [ends[i].after_launch() for _ in range(20)], range(2))
-  assert not any(found[0] + found[1])
-  for end in ends:
-    end.close()
-  at_once(lambda i: peers[i].close(), range(2))
+  leave(ends, peers)
 
 
 @pytest.mark.parametrize("over", [False, True])
@@ -74,8 +68,7 @@ def test_without_a_common_launch_a_process_ends_unless_finished(over, monkeypatc
       errors.get(timeout=0.3)
   else:
     assert "SIGTERM: the 2 processes did not finish a common" in errors.get(timeout=10)
-  end.close()
-  at_once(lambda i: peers[i].close(), range(2))
+  leave([end], peers)
 
 
 def test_threads_that_ask_at_once_start_one_timer(monkeypatch):
@@ -92,8 +85,7 @@ def test_threads_that_ask_at_once_start_one_timer(monkeypatch):
   monkeypatch.setattr(common_end.threading, "Timer", Slow)
   at_once(lambda i: end.ask("SIGTERM"), range(4))
   assert len(made) == 1
-  end.close()
-  at_once(lambda i: peers[i].close(), range(2))
+  leave([end], peers)
 
 
 @pytest.mark.integration("stops a process of two")

@@ -4,10 +4,10 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
+import running
 
 from diloco.processes.peers import Peers
 from diloco.processes.stop import AGAIN, Interrupted, end_on_signal
@@ -25,12 +25,8 @@ time.sleep(60)
 
 
 def test_the_second_interrupt_ends_a_process_at_once():
-  process = subprocess.Popen(
-    [sys.executable, "-c", DEAF],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+  process = running.start("-c", DEAF, **pipes)
   assert process.stdout.readline() == "ready\n"
   process.send_signal(signal.SIGINT)
   assert process.stdout.readline() == "heard\n"
@@ -84,7 +80,7 @@ def test_an_alarm_of_the_user_rings_in_a_run_and_after_it():
     with end_on_signal(Peers()):
       signal.raise_signal(signal.SIGALRM)
       signal.alarm(1)
-    time.sleep(3)
+    time.sleep(1.5)
   finally:
     signal.signal(signal.SIGALRM, before)
   assert len(rung) == 2
