@@ -6,6 +6,7 @@ import concurrent.futures
 import importlib.metadata
 import json
 import os
+import pathlib
 import shutil
 import signal
 import tempfile
@@ -138,6 +139,18 @@ def update(c: ml_collections.ConfigDict, fields: dict) -> None:
   groups = {field.partition(".")[0] for field in fields}
   config_lib.add_plugins(c, *sorted(groups & {*plugins.contrib()}))
   c.update_from_flattened_dict(fields)
+
+
+def rewind(run: pathlib.Path, copy: pathlib.Path, step: int) -> None:
+  """Copies a run as if it had been killed after the checkpoint of a step."""
+  shutil.copytree(run, copy)
+  for path in (copy / "checkpoints").iterdir():
+    if int(path.name) > step:
+      shutil.rmtree(path)
+  (copy / "summary.json").unlink()
+  log = copy / "metrics.jsonl"
+  lines = log.read_text().splitlines(keepends=True)
+  log.write_text("".join(x for x in lines if json.loads(x)["step"] <= step))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from safetensors import numpy as safetensors
 
 from diloco import train
 from diloco.cli import export
-from diloco.config import changed, resolve
+from diloco.config import resolve
 from diloco.contrib.qwen3 import folder as folder_lib
 from diloco.contrib.qwen3 import model as qwen3
 from diloco.contrib.qwen3.config_json import fields_of
@@ -56,29 +56,31 @@ def assert_equal(tree, other):
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y), dict(tree), other)
 
 
+def first_params(config):
+  c = resolve(config)
+  return start.first_params(c, make_mesh(c))
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bfloat16_weights_of_transformers_are_read(tiny, tmp_path, sharded):
   params = make_folder(tiny, tmp_path)
   if sharded:
     cut(tmp_path)
-  c = resolve(tiny)
-  found = start.first_params(c, make_mesh(c))
   rounded = lambda x: np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32)
-  assert_equal(found, jax.tree.map(rounded, params))
+  assert_equal(first_params(tiny), jax.tree.map(rounded, params))
 
 
 def test_a_stored_head_that_the_config_ties_must_be_the_embedding(tiny, tmp_path):
   params = make_folder(tiny, tmp_path, {"qwen3.tie_embeddings": True})
-  path, c = tmp_path / "model.safetensors", resolve(tiny)
+  path = tmp_path / "model.safetensors"
   tensors = safetensors.load_file(path)
   tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
   safetensors.save_file(tensors, path)
-  found = start.first_params(c, make_mesh(c))
-  assert found["embed"].keys() == params["embed"].keys()
+  assert first_params(tiny)["embed"].keys() == params["embed"].keys()
   tensors["lm_head.weight"][7, 3] += 1
   safetensors.save_file(tensors, path)
   with pytest.raises(ConfigError, match="word_embeddings=true, but lm_head"):
-    start.first_params(c, make_mesh(c))
+    first_params(tiny)
 
 
 @pytest.mark.slow("whole runs")
@@ -88,13 +90,9 @@ def test_training_starts_there_and_a_resumed_run_does_not_read_it(tiny, tmp_path
   fresh = tiny.copy_and_resolve_references()
   fresh.init.checkpoint = ""
   train.train(tiny, tmp_path / "whole")
-  train.train(tiny, tmp_path / "resumed")
   train.train(fresh, tmp_path / "fresh")
   shutil.rmtree(tmp_path / "hf")
-  for path in (tmp_path / "resumed" / "checkpoints").iterdir():
-    if path.name != "5":
-      path.rename(tmp_path / f"removed_{path.name}")
-  (tmp_path / "resumed" / "summary.json").unlink()
+  conftest.rewind(tmp_path / "whole", tmp_path / "resumed", 5)
   train.train(tiny, tmp_path / "resumed")
   losses = lambda run: [r["loss"] for r in metrics.read(tmp_path / run)]
   assert losses("whole") == losses("resumed") != losses("fresh")
@@ -108,25 +106,23 @@ def test_training_starts_there_and_a_resumed_run_does_not_read_it(tiny, tmp_path
     ({"model.num_layers": 2}, r"model.num_layers is 2, but .* has 3; set .*_layers=3"),
     ({"qwen3.kv_heads": 0}, r"qwen3.kv_heads is 2, but .*; set qwen3.kv_heads=1"),
     ({"qwen3.rope_theta": 1e4}, r"rope_theta is 10000.0, but .*rope_theta=1000000.0"),
-    ({"qwen3.tie_embeddings": True}, r"tie_embeddings is True, but .* has False"),
     ({"model.seq_len": 32}, r"model.seq_len is 32, but .* which has 16 positions"),
     ({"init.checkpoint": "/nowhere"}, r"'/nowhere', whose config.json cannot be read"),
   ],
 )
 def test_another_architecture_is_told_before_compiling(tiny, tmp_path, fields, message):
   make_folder(tiny, tmp_path)
-  c = changed(resolve(tiny), fields)
+  conftest.update(tiny, fields)
   with pytest.raises(ConfigError, match=message):
-    start.first_params(c, make_mesh(c))
+    first_params(tiny)
 
 
 def test_another_model_learns_which_plug_in_reads_the_folder(tiny, tmp_path):
   make_folder(tiny.copy_and_resolve_references(), tmp_path)
   tiny.init.checkpoint = str(tmp_path)
-  c = resolve(tiny)
   message = r"config.json is none of diloco export .*; the plug-in qwen3 has it: set pl"
   with pytest.raises(ConfigError, match=message):
-    start.first_params(c, make_mesh(c))
+    first_params(tiny)
   with pytest.raises(ConfigError, match=message):
     load.load(tmp_path)
 
@@ -137,8 +133,7 @@ def rewrite(path, **entries):
 
 def test_folders_that_cannot_be_used_are_explained(tiny, tmp_path):
   make_folder(tiny, tmp_path)
-  c = resolve(tiny)
-  read = lambda: start.first_params(c, make_mesh(c))
+  read = lambda: first_params(tiny)
   weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
   tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
   tokenizer["model"]["vocab"][100][0] = "another"
@@ -151,11 +146,7 @@ def test_folders_that_cannot_be_used_are_explained(tiny, tmp_path):
   for name, x, message in (
     ("model.norm.weight", None, "which lacks the tensor model.norm.weight"),
     ("a.bias", np.zeros(3), "which has in addition the tensor a.bias"),
-    (
-      "lm_head.weight",
-      np.zeros((9, 16)),
-      r"lm_head.weight has shape \(9, 16\) in",
-    ),
+    ("lm_head.weight", np.zeros((9, 16)), r"lm_head.weight has shape \(9, 16\) in"),
   ):
     tensors = {n: v for n, v in (whole | {name: x}).items() if v is not None}
     safetensors.save_file(tensors, weights)
@@ -163,9 +154,6 @@ def test_folders_that_cannot_be_used_are_explained(tiny, tmp_path):
       read()
   weights.write_bytes(b"cut short")
   with pytest.raises(ConfigError, match=r"weights cannot be read \(.*; copy"):
-    read()
-  weights.unlink()
-  with pytest.raises(ConfigError, match="weights cannot be read"):
     read()
   for entry, value, message in (
     ("rope_scaling", {"rope_type": "yarn"}, "has rope_type 'yarn', which model.name"),
@@ -195,8 +183,7 @@ def test_a_folder_that_transformers_wrote_gives_its_logits(tiny, tmp_path):
   tiny.fragments.size = 1
   conftest.update(tiny, fields_of(tmp_path))
   tiny.init.checkpoint, tiny.data.tokenizer = str(tmp_path), str(tokenizer.path)
-  c = resolve(tiny)
-  params = start.first_params(c, make_mesh(c))
+  c, params = resolve(tiny), first_params(tiny)
   public = transformers.AutoTokenizer.from_pretrained(tmp_path)
   text = 'Some "quoted", naïve words!'  # Their ids 0 and 1 are ! and ".
   ours, ids = tokenizer.encode(text), public(text).input_ids
