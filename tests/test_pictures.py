@@ -4,13 +4,13 @@ import argparse
 import itertools
 import json
 import pathlib
-import sys
 from collections.abc import Callable
 
 import matplotlib.colors
 import matplotlib.style
 import numpy as np
 import pytest
+import wan_bench
 from conftest import tiny_config
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -29,8 +29,6 @@ from diloco.sweep.chart import PLAIN, Chart
 from diloco.sweep.grid import Grid
 from diloco.sweep.search import Search
 from diloco.util import palette
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +83,6 @@ def of_chart(x: str, *values, **fields) -> Figure:
 
 
 def of_links() -> Figure:
-  sys.path.insert(0, str(ROOT / "scripts" / "experiments"))
-  import wan_bench
-
   options = argparse.Namespace(replicas=2, rates=[4e6, 1e9], rounds=1)
   rows = [
     {"method": "DiLoCo", "rate_mbit_s": rate, "utilisation": rate / 1000}

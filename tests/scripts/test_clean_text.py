@@ -1,13 +1,9 @@
 """Which paragraphs are English prose, and which repeat others."""
 
 import gzip
-import pathlib
-import sys
 
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts" / "experiments"))
 import clean_text
+import pytest
 
 PROSE = (
   "The harbour was quiet in the morning, and only two of the boats had left before the"

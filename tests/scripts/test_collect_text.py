@@ -8,17 +8,14 @@ import os
 import pathlib
 import random
 import string
-import sys
 
+import clean_text
+import collect_text
 import pytest
+from collect_text import Package
 
 from diloco.data import make_source
 from diloco.spec.fields import DataConfig
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts" / "experiments"))
-import clean_text
-import collect_text
-from collect_text import Package
 
 
 def story(seed: int, paragraphs: int = 4) -> list[str]:
@@ -76,11 +73,7 @@ def collect(out, packages=(FIRST, SECOND), least=1e9):
 def rows(out):
   """Returns [(split, row)] of every file."""
   files = sorted(out.glob("text/*/*.jsonl"))
-  return [
-    (f.parent.name, json.loads(line))
-    for f in files
-    for line in f.open(encoding="utf-8")
-  ]
+  return [(f.parent.name, json.loads(x)) for f in files for x in f.open()]
 
 
 def files(out):
@@ -104,19 +97,17 @@ def test_each_new_document_is_in_its_split_and_in_the_manifest(registry, tmp_pat
   assert second["path"] == "doc/b.txt"
   manifest = json.loads((tmp_path / "manifest.json").read_text())
   first, second = manifest["packages"]
-  assert (first["package"], first["version"], first["licences"]) == (
-    "first",
-    "1.0",
-    ["GPL-2"],
-  )
-  assert first["archive_sha256"] == hashlib.sha256(b"first").hexdigest()
-  assert first["archive_bytes"] == 5
+  digest = hashlib.sha256(b"first").hexdigest()
+  wanted = {"package": "first", "version": "1.0", "licences": ["GPL-2"]}
+  assert first.items() >= (wanted | {"archive_sha256": digest}).items()
   only = "\n\n".join(story(60))
   assert second["sha256"] == hashlib.sha256(only.encode()).hexdigest()
-  counted = collections.Counter(split for split, _ in rows(tmp_path))
+  counted = collections.Counter(split for split, _ in found)
   for split, sizes in manifest["splits"].items():
     assert sizes["documents"] == counted[split]
   assert sum(sizes["bytes"] for sizes in manifest["splits"].values()) == total
+  config = DataConfig(source=f"files:{tmp_path}/text")
+  assert sum(len(make_source(config, s)) for s in ("train", "eval")) == 61
 
 
 def test_the_same_command_goes_on_without_fetching_again(registry, tmp_path):
@@ -156,39 +147,15 @@ def test_another_order_leaves_no_text_of_the_one_before(registry, tmp_path):
   assert files(before) == files(after)
 
 
-def test_a_split_that_a_package_no_longer_has_is_removed(registry, tmp_path):
-  whole = lambda i: "\n\n".join(story(i))
-  page, other = (
-    next(i for i in range(99) if collect_text.split_of(whole(i)) == split)
-    for split in ("test", "train")
-  )
-  both = {"doc/a.txt": story(page)}
-  registry.packages = {"first": both | {"doc/b.txt": story(other)}, "second": both}
-  collect(tmp_path, (FIRST,))
-  collect(tmp_path, (SECOND, FIRST))
-  found = [row["text"] for split, row in rows(tmp_path) if split == "test"]
-  assert found == [whole(page)]
-
-
-def test_a_package_out_of_reach_is_left_out_and_named(registry, tmp_path, capsys):
-  collect(tmp_path, (Package("debian", "none"), FIRST))
-  assert "debian-none cannot be fetched (no such package); left out." in (
-    capsys.readouterr().out
-  )
-  assert {row["package"] for _, row in rows(tmp_path)} == {"debian-first"}
-
-
-def test_a_silent_registry_is_asked_three_times(registry, tmp_path):
+def test_a_silent_registry_is_asked_three_times(registry, tmp_path, capsys):
   packages = [Package("debian", f"none{i}") for i in range(9)]
+  assert collect(tmp_path, [packages[0], FIRST]) > 0
+  said = "debian-none0 cannot be fetched (no such package); left out."
+  assert said in capsys.readouterr().out
+  assert {row["package"] for _, row in rows(tmp_path)} == {"debian-first"}
+  registry.asked.clear()
   assert collect(tmp_path, packages) == 0
   assert registry.asked == ["none0", "none1", "none2"]
-
-
-def test_training_reads_the_folder(registry, tmp_path):
-  collect(tmp_path)
-  source = f"files:{tmp_path}/text"
-  splits = [make_source(DataConfig(source=source), s) for s in ("train", "eval")]
-  assert sum(map(len, splits)) == 61
 
 
 def test_shares_of_the_splits():
@@ -237,17 +204,14 @@ def test_a_client_that_fails_or_is_missing_says_why(tmp_path, monkeypatch):
 def test_lists_name_the_line_that_is_wrong(tmp_path):
   path = tmp_path / "list.txt"
   path.write_text("# Words\n\ndebian a /doc/  # Words\npypi b\n")
-  assert collect_text.read_list(path) == [
-    Package("debian", "a", "/doc/"),
-    Package("pypi", "b"),
-  ]
+  wanted = [Package("debian", "a", "/doc/"), Package("pypi", "b")]
+  assert collect_text.read_list(path) == wanted
   path.write_text("debian a\nnpm b\n")
   with pytest.raises(collect_text.ConfigError, match="line 2, is 'npm b'; write deb"):
     collect_text.read_list(path)
   path.write_text("debian a /doc/\npypi a\ndebian a /other/\n")
-  with pytest.raises(
-    collect_text.ConfigError, match="line 3, is 'debian a /other/', but a line before"
-  ):
+  said = "line 3, is 'debian a /other/', but a line before"
+  with pytest.raises(collect_text.ConfigError, match=said):
     collect_text.read_list(path)
 
 

@@ -1,14 +1,7 @@
 """Whole runs over slow links: the clock without pauses."""
 
-import pathlib
-import sys
-
+import loss_over_time
 import pytest
-
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "experiments"))
-
-import loss_over_time  # noqa: E402
 
 
 def records(pause):

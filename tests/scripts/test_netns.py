@@ -1,6 +1,6 @@
 """The star of network namespaces: rates, counters, isolation, cleanup after a kill."""
 
-import importlib.util
+import contextlib
 import json
 import os
 import pathlib
@@ -10,20 +10,10 @@ import subprocess
 import sys
 import time
 
+import netns
 import pytest
+import running
 
-SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts" / "experiments"
-
-
-def _load():
-  spec = importlib.util.spec_from_file_location("netns", SCRIPTS / "netns.py")
-  module = importlib.util.module_from_spec(spec)
-  sys.modules["netns"] = module
-  spec.loader.exec_module(module)
-  return module
-
-
-netns = _load()
 MISSING = netns.missing()
 needs_namespaces = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -67,21 +57,23 @@ def _exchange(network, size: int, first: int = 0, second: int = 1) -> float:
   return max(float(p.communicate(timeout=60)[0]) for p in processes)
 
 
-def _discipline(namespace: str, device: str) -> str:
-  """How a device queues its frames, as tc tells it."""
-  command = ["tc", "-n", namespace, "qdisc", "show", "dev", device]
+def _told(*command: str) -> str:
   return subprocess.run(command, capture_output=True, text=True).stdout
 
 
+def _discipline(namespace: str, device: str) -> str:
+  """How a device queues its frames, as tc tells it."""
+  return _told("tc", "-n", namespace, "qdisc", "show", "dev", device)
+
+
 def _existing() -> set[str]:
-  listed = subprocess.run(["ip", "-j", "netns", "list"], capture_output=True, text=True)
-  return {entry["name"] for entry in json.loads(listed.stdout or "[]")}
+  listed = _told("ip", "-j", "netns", "list")
+  return {entry["name"] for entry in json.loads(listed or "[]")}
 
 
 def _sent_again(network, node: int) -> int:
   """Segments that TCP has sent once more in a node's namespace."""
-  command = network.command(node, ["cat", "/proc/net/snmp"])
-  text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+  text = _told(*network.command(node, ["cat", "/proc/net/snmp"]))
   names, values = [s.split() for s in text.splitlines() if s.startswith("Tcp:")]
   return int(dict(zip(names, values))["RetransSegs"])
 
@@ -125,11 +117,10 @@ def test_some_links_are_limited_in_one_direction():
   with netns.star(3) as network:
     network.limit(8e6, [1], upload_only=True)
     network.limit(8e6, [2])
-    _, one, two = ((name, "eth0") for name in network.names)
-    devices = [*((name, "eth0") for name in network.names)]
-    devices += [(network.hub, f"port{i}") for i in range(3)]
-    limited = {device for device in devices if "tbf" in _discipline(*device)}
-    assert limited == {one, two, (network.hub, "port2")}
+    uploads = [(name, "eth0") for name in network.names]
+    downloads = [(network.hub, f"port{i}") for i in range(3)]
+    limited = [at for at in uploads + downloads if "tbf" in _discipline(*at)]
+    assert limited == [*uploads[1:], downloads[2]]
 
 
 @needs_namespaces
@@ -147,15 +138,12 @@ def test_a_link_that_was_cut_carries_again():
     network.connect(1, up=True)
     assert "ConnectionRefusedError" in answer()
     assert _exchange(network, 10_000) > 0
-    shown = subprocess.run(
-      ["ip", "-n", network.names[1], "route"], capture_output=True, text=True
-    )
-    assert "rto_min" in shown.stdout
+    assert "rto_min" in _told("ip", "-n", network.names[1], "route")
 
 
 @needs_namespaces
 def test_star_of_four_is_isolated_and_knows_its_names():
-  with netns.star(4) as network:
+  with contextlib.suppress(ZeroDivisionError), netns.star(4) as network:
     assert len(set(network.addresses)) == 4
     quiet = network.counters(1)
     _exchange(network, 100_000, first=3, second=0)
@@ -163,15 +151,13 @@ def test_star_of_four_is_isolated_and_knows_its_names():
     assert network.counters(1)[0] - quiet[0] < 10_000
     ask = f"import socket; print(socket.gethostbyname({socket.gethostname()!r}))"
     for node in range(4):
-      command = network.command(node, [sys.executable, "-c", ask])
-      answer = subprocess.run(command, capture_output=True, text=True)
-      assert answer.stdout.strip() == network.addresses[node]
-      links = subprocess.run(
-        ["ip", "-n", network.names[node], "-j", "link"], capture_output=True, text=True
-      )
-      assert {x["ifname"] for x in json.loads(links.stdout)} >= {"lo", "eth0"}
+      answer = _told(*network.command(node, [sys.executable, "-c", ask]))
+      assert answer.strip() == network.addresses[node]
+      links = _told("ip", "-n", network.names[node], "-j", "link")
+      assert {x["ifname"] for x in json.loads(links)} >= {"lo", "eth0"}
     names = {*network.names, network.hub}
     assert names <= _existing()
+    raise ZeroDivisionError  # An error inside removes everything.
   assert not names & _existing()
   assert not any(pathlib.Path("/etc/netns", name).exists() for name in names)
 
@@ -186,7 +172,10 @@ def test_what_a_killed_process_left_is_removed_with_its_children():
     "  time.sleep(600)\n"
   )
   killed = subprocess.Popen(
-    [sys.executable, "-c", program], cwd=SCRIPTS, stdout=subprocess.PIPE, text=True
+    [sys.executable, "-c", program],
+    cwd=running.ROOT / "scripts/experiments",
+    stdout=subprocess.PIPE,
+    text=True,
   )
   child, *names = killed.stdout.readline().split()
   # While its owner lives a namespace is not stale.
@@ -208,13 +197,6 @@ def test_what_a_killed_process_left_is_removed_with_its_children():
     time.sleep(0.05)
   else:
     pytest.fail(f"process {child} still runs")
-
-
-@needs_namespaces
-def test_an_error_inside_removes_everything():
-  with pytest.raises(ZeroDivisionError), netns.star(2) as network:
-    _ = 1 / 0
-  assert not {*network.names, network.hub} & _existing()
 
 
 def test_missing_tools_are_named(monkeypatch):
