@@ -28,7 +28,7 @@ def reference(x, head, targets):
   return nll, log_z[..., 0] ** 2, g @ head, np.einsum("blv,bld->vd", g, x)
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 3, 12])
+@pytest.mark.parametrize("chunk", [0, 1, 12])
 def test_losses_and_gradients_of_chunks_equal_float64(chunk):
   x, head, targets = inputs()
   nll, z2, grad_x, grad_head = reference(x, head, targets)

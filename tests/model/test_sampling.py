@@ -1,6 +1,5 @@
-"""Cached decoding against full forward passes, and the sampler's distribution."""
+"""Texts against full forward passes, and the sampler's distribution."""
 
-import dataclasses
 import functools
 
 import jax
@@ -38,43 +37,6 @@ def logits_of(params, x):
   return np.asarray(jnp.einsum("...d,vd->...v", x, params["embed"]["tokens"]))
 
 
-def cached_logits(m, params, ids, chunks) -> np.ndarray:
-  """Logits after every id, float32 [B, L, V], from a cache that grows by chunks."""
-  step = jax.jit(lambda *args: decoder.logits(m, *args))
-  cache, start, found = decoder.init_cache(m, len(ids)), 0, []
-  # Entries of the cache beyond `start` must not be read.
-  cache = jax.tree.map(lambda x: x + 7.0, cache)
-  for size in chunks:
-    part = ids[:, start : start + size]
-    steps = [step(params, part, cache, start, at) for at in range(size)]
-    found += [logits for logits, _ in steps]
-    cache, start = steps[-1][1], start + size
-  return np.stack(found, axis=1)
-
-
-@pytest.mark.parametrize(
-  ("chunks", "qk_norm"), [((12,), True), ((5, 1, 1, 3, 2), True), ((5, 7), False)]
-)
-def test_cached_decoding_gives_the_logits_of_the_whole_forward(chunks, qk_norm):
-  m = dataclasses.replace(MODEL, qk_norm=qk_norm)
-  params = make_params(m)
-  ids = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 12)), jnp.int32)
-  whole = logits_of(params, hidden_states(params, ids, m=m))
-  found = cached_logits(m, params, ids, chunks)
-  np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-5)
-  assert np.ptp(whole) > 3
-
-
-def test_cached_decoding_in_bfloat16():
-  m = dataclasses.replace(MODEL, dtype="bfloat16")
-  params = make_params(m)
-  assert decoder.init_cache(m, 1)["k"].dtype == jnp.bfloat16
-  ids = jnp.asarray(np.random.default_rng(0).integers(0, 50, (1, 12)), jnp.int32)
-  whole = cached_logits(m, params, ids, (12,))
-  found = cached_logits(m, params, ids, (1,) * 12)
-  np.testing.assert_allclose(found, whole, rtol=0.05, atol=0.1)
-
-
 def greedy(params, prompt, length):
   """Generates text by full forward passes, with the documented windows."""
   ids, context = list(prompt), list(prompt)
@@ -89,7 +51,7 @@ def greedy(params, prompt, length):
   return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("prompt", [[], [9, 8, 7, 6, 5, 4, 9], list(range(4, 20))])
+@pytest.mark.parametrize("prompt", [[], list(range(4, 20))])
 def test_greedy_text_equals_that_of_full_forward_passes(prompt):
   params = make_params()
   # Much longer than the cache, which is filled again twice.
