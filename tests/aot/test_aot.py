@@ -3,16 +3,14 @@
 import importlib.util
 import json
 import math
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import conftest
 import jax
 import numpy as np
 import pytest
+import running
 from conftest import first_of
 from dry_run_needs import needs_cuda_plugin, needs_libtpu
 from jax.experimental import topologies
@@ -27,8 +25,6 @@ from diloco.mesh import hardware
 from diloco.mesh.devices import make_mesh
 from diloco.spec import sizes
 from diloco.spec.shapes import num_params
-
-TESTS = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -103,10 +99,14 @@ def test_shapes_and_sizes_are_those_of_a_real_state(tiny):
   assert sum(on_device.values()) == nbytes(real)
 
 
+def programs_of(config):
+  c = resolve(config)
+  return c, Programs(c, make_mesh(c, jax.devices()[:1]))
+
+
 def test_offloaded_outer_state_is_counted_at_the_host(tiny):
   tiny.outer.offload = True
-  c = resolve(tiny)
-  programs = Programs(c, make_mesh(c, jax.devices()[:1]))
+  c, programs = programs_of(tiny)
   on_device, n = programs.on_device, num_params(c.model)
   assert programs.on_host["outer parameters"] == 4 * n
   # M replicas, each with float32 parameters.
@@ -138,8 +138,7 @@ def test_offloaded_outer_state_is_counted_at_the_host(tiny):
 )
 def test_arguments_and_the_rest_of_the_state_make_the_whole(tiny, fields):
   conftest.update(tiny, fields)
-  c = resolve(tiny)
-  programs = Programs(c, make_mesh(c, jax.devices()[:1]))
+  c, programs = programs_of(tiny)
   whole = sum(programs.on_device.values())
   for name, lower in programs.lower.items():
     if c.outer.offload and name in ("send", "merge", "fetch from host"):
@@ -159,8 +158,7 @@ def test_every_program_compiles(tiny):
   tiny.overlap.tau, tiny.outer.offload = 2, True
   add_plugins(tiny, "sparta", "des_loc")
   tiny.sparta.share, tiny.des_loc.second_every = 0.01, 8
-  c = resolve(tiny)
-  programs = Programs(c, make_mesh(c, jax.devices()[:1]))
+  _, programs = programs_of(tiny)
   names = ["inner step", "sparta", "second_moments", "send", "merge", "update"]
   assert list(programs.lower)[:6] == names
   inner = programs.on_device["inner optimizer"]
@@ -174,15 +172,14 @@ def test_every_program_compiles(tiny):
 
 def test_with_transport_host_the_devices_only_send_and_merge(tiny):
   tiny.overlap.transport = "host"
-  c = resolve(tiny)
-  programs = Programs(c, make_mesh(c, jax.devices()[:1]))
+  c, programs = programs_of(tiny)
   assert list(programs.lower) == ["inner step", "send", "merge", "evaluation"]
   assert programs.compile("send").peak > 0
   assert programs.on_host["outer parameters"] == 4 * num_params(c.model)
   assert not any(part.startswith("outer ") for part in programs.on_device)
 
 
-EXCHANGE = """
+PROGRAM = """
 import functools, json, sys
 import conftest
 import jax
@@ -195,16 +192,16 @@ from diloco.config import resolve
 from diloco.library.streaming import overlapped_step
 from diloco.mesh.sharding import batch_sharding
 from diloco.model.attention import choose
+from diloco.spec.shapes import num_params
 
-name, slices, replicas, changes, library = sys.argv[1:]
+name, slices, changes, start, library = sys.argv[1:]
 c = conftest.tiny_config()
 c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1, "loss_chunk": 8})
 c.train.batch_size, c.eval.batch_size, c.model.seq_len = 32, 32, 128
-c.replicas, slices = int(replicas), int(slices)
 conftest.update(c, json.loads(changes))
 c = resolve(c)
-programs = Programs(c, make_mesh(c, describe(name, slices)))
-[program] = [x for x in programs.lower if x.startswith("exchange, ")]
+programs = Programs(c, make_mesh(c, describe(name, int(slices))))
+[program] = [x for x in programs.lower if x.startswith(start)]
 if library == "library":
   step = functools.partial(inner_step, tuned=tuned(c), c=c)
   joined = functools.partial(overlapped_step, train_step=step, mesh=programs.mesh)
@@ -215,34 +212,16 @@ if library == "library":
     programs.lower[program] = lambda: jax.jit(joined, donate_argnums=(1, 2)).lower(
       count, *arrays, (tokens,), [programs.payload]
     )
-x = programs.compile(program)
+x = programs.compile(program, quick=start == "inner step")
 print(json.dumps({
   "windows": [
     {"kind": w.collective.kind, "dtype": w.collective.dtype, "hidden": w.hidden,
      "loops": w.loops, "shape": w.collective.shape} for w in x.windows
   ],
-  "crossing": x.crossing, "payload": programs.payload.shape, "name": program,
+  "crossing": x.crossing, "params": num_params(c.model), "name": program,
+  "payload": programs.payload and programs.payload.shape,
   "attention": choose(c.model, programs.mesh.devices[0, 0].device_kind),
 }))
-"""
-
-DATA_PARALLEL = """
-import json, sys
-import conftest
-from diloco.aot.programs import Programs
-from diloco.aot.topology import describe, make_mesh
-from diloco.config import resolve
-from diloco.spec.shapes import num_params
-
-c = conftest.tiny_config()
-c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1})
-c.train.batch_size, c.eval.batch_size, c.model.seq_len = 8, 8, 128
-c.algorithm, c.replicas, c.mesh.replica, c.mesh.fsdp = "data_parallel", 4, 4, 1
-c.inner.gradient_dtype = sys.argv[1]
-c = resolve(c)
-programs = Programs(c, make_mesh(c, describe("v5e:2x2", 1)))
-x = programs.compile("inner step", quick=True)
-print(json.dumps({"crossing": x.crossing, "params": num_params(c.model)}))
 """
 
 CODEC = """
@@ -255,49 +234,41 @@ from diloco.spec.fields import WireConfig
 from diloco.wire import compressors
 
 place = SingleDeviceSharding(describe("v5e:2x2", 1)[0])
-wire, row, (n, s) = WireConfig(format=sys.argv[1]), 1024, (4, 2**18)
-codec = compressors.get("quantize")
+row, (n, s), codec = 1024, (4, 2**18), compressors.get("quantize")
 struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 key = jax.eval_shape(lambda: jax.random.key(0))
-encode = jax.jit(lambda x, key: codec.encode(wire, x, (), row, key)).lower(
-  struct((n, s), jnp.float32), struct((), key.dtype)
-)
-decode = jax.jit(lambda payload: codec.decode(wire, payload, n, s, row)).lower(
-  struct((codec.size(wire, n, s, row),), jnp.uint8)
-)
 temporaries = lambda x: x.compile().memory_analysis().temp_size_in_bytes
-print(json.dumps([temporaries(x) / (4 * n * s) for x in (encode, decode)]))
+found = []
+for name in ("e3m0", "e2m3", "bf16", "fp32"):
+  wire = WireConfig(format=name)
+  encode = jax.jit(lambda x, key: codec.encode(wire, x, (), row, key)).lower(
+    struct((n, s), jnp.float32), struct((), key.dtype)
+  )
+  decode = jax.jit(lambda payload: codec.decode(wire, payload, n, s, row)).lower(
+    struct((codec.size(wire, n, s, row),), jnp.uint8)
+  )
+  found += [temporaries(x) / (4 * n * s) for x in (encode, decode)]
+print(json.dumps(found))
 """
 
 
 def run_alone(script: str, *args: str):
   """Runs a script in a process of its own, as libtpu needs, and reads its last line."""
-  env = {
-    **os.environ,
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
-    "PYTHONPATH": os.pathsep.join([*sys.path, str(TESTS)]),
-  }
-  result = subprocess.run(
-    [sys.executable, "-c", script, *args],
-    env=env,
-    capture_output=True,
-    text=True,
-    check=False,
+  env = running.environment(
+    JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="true"
   )
+  result = running.python("-c", script, *args, env=env)
   assert result.returncode == 0, result.stderr
   return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.integration("compiles for TPUs")
 @needs_libtpu
-@pytest.mark.parametrize("name", ["e3m0", "e2m3", "bf16", "fp32"])
-def test_on_a_tpu_coding_takes_less_than_four_times_the_memory_of_the_values(name):
+def test_on_a_tpu_coding_takes_less_than_four_times_the_memory_of_the_values():
   # With an axis of two codes, padded to 128 lanes, it would take over sixty times.
-  encode, decode = run_alone(CODEC, name)
-  assert encode < 4
-  assert decode < 4
+  found = run_alone(CODEC)
+  assert len(found) == 8
+  assert max(found) < 4
 
 
 @needs_libtpu
@@ -306,15 +277,18 @@ def test_on_a_tpu_coding_takes_less_than_four_times_the_memory_of_the_values(nam
   first_of("compiles for TPUs", ("bfloat16", 2), ("float32", 4)),
 )
 def test_on_a_tpu_data_parallel_reduces_gradients_in_their_dtype(dtype, size):
-  found = run_alone(DATA_PARALLEL, dtype)
+  fields = {"algorithm": "data_parallel", "replicas": 4, "inner.gradient_dtype": dtype}
+  fields |= {"mesh.replica": 4, "mesh.fsdp": 1}
+  args = "v5e:2x2", "1", json.dumps(fields), "inner step", "trainer"
+  found = run_alone(PROGRAM, *args)
   gradients = sizes.all_reduce_bytes(4, found["params"], 1, size)
   # The loss crosses too.
   assert gradients <= found["crossing"] < 1.001 * gradients
 
 
-def check_hidden(kinds: list[str], *args: str, by: str = "trainer") -> dict:
-  """Compiles EXCHANGE; all exchanges must be hidden and send each payload once."""
-  found = run_alone(EXCHANGE, *args, by)
+def check_hidden(kinds: list[str], *args: str, by: str = "trainer", **fields) -> dict:
+  """Compiles an exchange; all must be hidden and send each payload once."""
+  found = run_alone(PROGRAM, *args, json.dumps(fields), "exchange, ", by)
   assert sorted(w["kind"] for w in found["windows"]) == sorted(kinds)
   for w in found["windows"]:
     assert w["dtype"] == "u8"
@@ -332,15 +306,13 @@ def check_hidden(kinds: list[str], *args: str, by: str = "trainer") -> dict:
   ("slices", "replicas", "kinds", "by"),
   first_of(
     "compiles for TPUs",
-    ("2", "4", ["send", "send", "collective-permute"], "trainer"),
-    ("1", "2", ["collective-permute"], "trainer"),
-    ("2", "2", ["send"], "trainer"),
-    ("1", "2", ["collective-permute"], "library"),
-    ("2", "2", ["send"], "library"),
+    ("2", 4, ["send", "send", "collective-permute"], "trainer"),
+    ("1", 2, ["collective-permute"], "library"),
+    ("2", 2, ["send"], "library"),
   ),
 )
 def test_on_a_tpu_the_exchange_overlaps_with_the_layers(slices, replicas, kinds, by):
-  found = check_hidden(kinds, "v5e:2x2", slices, replicas, "{}", by=by)
+  found = check_hidden(kinds, "v5e:2x2", slices, by=by, replicas=replicas)
   assert found["attention"] == "splash"
 
 
@@ -349,19 +321,18 @@ def test_on_a_tpu_the_exchange_overlaps_with_the_layers(slices, replicas, kinds,
 @pytest.mark.parametrize(
   ("name", "nodes", "replicas"),
   [
-    ("h100:8", "1", "4"),
+    ("h100:8", "1", 4),
     *(
       pytest.param(*case, marks=pytest.mark.slow("compiles for GPUs"))
       for case in [
-        *[("h100:2", "1", "2"), ("h100:8", "1", "2"), ("h100:8", "2", "2")],
-        *[("h100:4", "1", "4"), ("h100:8", "2", "4"), ("h100:8", "4", "4")],
-        ("h200:8", "2", "4"),
+        *[("h100:2", "1", 2), ("h100:8", "2", 2), ("h100:8", "4", 4)],
+        ("h200:8", "2", 4),
       ]
     ),
   ],
 )
 def test_on_gpus_the_exchange_overlaps_with_collectives_of_fsdp(name, nodes, replicas):
-  check_hidden(["all-gather"], name, nodes, replicas, "{}")
+  check_hidden(["all-gather"], name, nodes, replicas=replicas)
 
 
 @pytest.mark.slow("compiles for GPUs")
@@ -376,13 +347,17 @@ def test_on_gpus_the_exchange_overlaps_with_collectives_of_fsdp(name, nodes, rep
 )
 def test_on_gpus_one_program_hides_every_kind_of_exchange(changes, program):
   # Several fragments in flight, several inner steps, outer state at the host.
-  found = check_hidden(["all-gather"], "h100:8", "1", "2", json.dumps(changes))
+  found = check_hidden(["all-gather"], "h100:8", "1", replicas=2, **changes)
   assert found["name"] == program
 
 
-def test_a_report_for_the_cpu_of_this_machine(tiny, monkeypatch):
+@pytest.fixture
+def on_this_cpu(monkeypatch):
   monkeypatch.setattr(report, "describe", lambda topology, slices: jax.devices()[:1])
   monkeypatch.setattr(report, "_memory", lambda devices: 2**30)
+
+
+def test_a_report_for_the_cpu_of_this_machine(tiny, on_this_cpu):
   lines = list(report.report(tiny, "cpu:1x1", 1, quick=False))
   assert lines[0].startswith("1 x cpu:1x1: 1 cpu of 1.00 GiB, mesh replica 1 x fsdp 1")
   programs = {line.split("  ")[0].strip() for line in lines}
@@ -398,12 +373,10 @@ def test_a_report_for_the_cpu_of_this_machine(tiny, monkeypatch):
     ("INTERNAL: Used 9.1G of 8.0G hbm.", "does not fit: XLA needs 9.1G of 8"),
   ],
 )
-def test_what_xla_refuses_is_told(tiny, monkeypatch, error, said):
+def test_what_xla_refuses_is_told(tiny, on_this_cpu, monkeypatch, error, said):
   def refuse(*_):
     raise jax.errors.JaxRuntimeError(error)
 
-  monkeypatch.setattr(report, "describe", lambda topology, slices: jax.devices()[:1])
-  monkeypatch.setattr(report, "_memory", lambda devices: 2**30)
   monkeypatch.setattr(Programs, "compile", refuse)
   with pytest.raises(ConfigError, match=said):
     list(report.report(tiny, "cpu:1x1", 1, quick=False))

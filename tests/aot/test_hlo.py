@@ -122,12 +122,8 @@ def test_bytes_with_several_replicas_on_each_of_several_slices():
     within,
     within.replace("{{2,0},{3,1}}", "{{0,2},{1,3}}"),
   )
-  devices = np.array(
-    [[types.SimpleNamespace(slice_index=r // 2)] * 2 for r in range(4)], dtype=object
-  )
-  wide = types.SimpleNamespace(
-    axis_names=("replica", "fsdp"), devices=devices, shape={"replica": 4, "fsdp": 2}
-  )
+  wide, at = mesh(replica=4, fsdp=2), lambda i: types.SimpleNamespace(slice_index=i)
+  wide.devices = np.array([[at(r // 2)] * 2 for r in range(4)], dtype=object)
   # Both devices of a replica send their parts to three other replicas.
   assert hlo.replica_bytes(text, wide) == 2 * 3 * 100
 
@@ -146,12 +142,6 @@ def test_a_program_for_gpus_of_each_version_of_jax(version, stream, hidden):
   assert {c.kind for c in inside} >= {"all-gather", "reduce-scatter", "all-reduce"}
   assert all(len(group) == 2 for c in inside for group in c.groups)
   assert all(c.groups and c.nbytes for c in inside)
-
-
-def test_collectives_inside_a_replica_do_not_count():
-  line = "  %x = f32[100]{0} all-gather(%p), replica_groups={{0,1},{2,3}}"
-  assert hlo.replica_bytes(program(line), mesh()) == 0
-  assert hlo.windows(program(line), mesh()) == []
 
 
 @pytest.mark.parametrize(
