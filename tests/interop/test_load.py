@@ -1,16 +1,14 @@
 """Loads models from runs and from exports, without the data of the run."""
 
 import json
-import os
-import pathlib
 import shutil
-import subprocess
-import sys
 
 import conftest
+import cpu_devices
 import jax
 import numpy as np
 import pytest
+import running
 
 from diloco import train
 from diloco.checkpoint.record import Record
@@ -19,24 +17,12 @@ from diloco.errors import ConfigError, explain
 from diloco.evaluate import heldout
 from diloco.interop import load as restore
 
-ROOT = pathlib.Path(__file__).parents[2]
 
-
-@pytest.fixture(
-  scope="module",
-  params=[
-    "streaming",
-    pytest.param("data_parallel", marks=pytest.mark.integration("another whole run")),
-  ],
-)
-def trained(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
   """The folder of a run, and the outer parameters of its last evaluation."""
-  workdir = tmp_path_factory.mktemp(request.param)
-  return workdir, train_in(workdir, algorithm=request.param)
-
-
-# For tests to which one algorithm is enough.
-ONE = pytest.mark.parametrize("trained", ["streaming"], indirect=True)
+  workdir = tmp_path_factory.mktemp("run")
+  return workdir, train_in(workdir)
 
 
 def train_in(workdir, **fields):
@@ -64,6 +50,12 @@ def assert_same_bits(a, b):
   for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b)):
     x, y = (np.asarray(v).view(np.uint32) for v in (x, y))
     np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.integration("another whole run")
+def test_the_parameters_of_data_parallel_are_those_that_were_evaluated(tmp_path):
+  params = train_in(tmp_path, algorithm="data_parallel")
+  assert_same_bits(restore.load(tmp_path).params, params)
 
 
 def test_the_outer_parameters_are_those_that_were_evaluated(trained):
@@ -98,9 +90,12 @@ def test_neither_data_nor_later_fields_nor_devices_are_needed(trained, tmp_path)
 
 
 def test_an_export_keeps_all_bits_and_the_config(trained, tmp_path):
-  workdir, params = trained
+  workdir, folder = trained[0], tmp_path / "out"
   original = restore.load(workdir)
-  folder = tmp_path / "out"
+  params = original.params
+  bits = np.random.default_rng(0).integers(0, 2**32, (2048, 16), np.uint32)
+  bits[0, :4] = 0x80000000, 1, 0x7FC00123, 0x7F800000  # -0, subnormal, NaN, infinity.
+  params["embed"]["tokens"] = bits.view(np.float32)
   export.export(original, folder)
   assert str(workdir) not in (folder / "config.json").read_text()
   model = restore.load(folder)
@@ -124,16 +119,9 @@ def test_an_export_keeps_all_bits_and_the_config(trained, tmp_path):
   assert [path.name for path in again] == [restore.WEIGHTS, restore.TOKENIZER]
   for path in again:
     assert path.read_bytes() == (folder / path.name).read_bytes()
-
-
-def test_export_keeps_every_bit_pattern(trained, tmp_path):
-  model = restore.load(trained[0])
-  bits = np.random.default_rng(0).integers(0, 2**32, (2048, 16), np.uint32)
-  bits[0, :4] = 0x80000000, 1, 0x7FC00123, 0x7F800000  # -0, subnormal, NaN, infinity.
-  model.params["embed"]["tokens"] = bits.view(np.float32)
-  export.export(model, tmp_path)
-  found = restore.load(tmp_path).params["embed"]["tokens"]
-  np.testing.assert_array_equal(np.asarray(found).view(np.uint32), bits)
+  with pytest.raises(ValueError, match=r"a run; give another folder"):
+    export.export(original, workdir)
+  assert not (workdir / restore.WEIGHTS).exists()
 
 
 def test_an_export_that_does_not_fit_its_config(trained, tmp_path):
@@ -156,15 +144,6 @@ def test_a_damaged_export_is_refused(trained, tmp_path, file, content):
     restore.load(tmp_path)
 
 
-def test_an_export_never_replaces_the_files_of_a_run(trained, tmp_path):
-  run = tmp_path / "run"
-  shutil.copytree(trained[0], run)
-  before = sorted(path.name for path in run.iterdir())
-  with pytest.raises(ValueError, match=r"a run; give another folder"):
-    export.export(restore.load(run), run)
-  assert sorted(path.name for path in run.iterdir()) == before
-
-
 def test_a_model_that_cannot_be_loaded_is_explained_in_one_sentence(trained, tmp_path):
   with pytest.raises(ValueError, match="nowhere', but there is no such folder; give"):
     restore.load(tmp_path / "nowhere")
@@ -182,26 +161,20 @@ def test_a_model_that_cannot_be_loaded_is_explained_in_one_sentence(trained, tmp
     restore.load(copy)
 
 
-@ONE
-@pytest.mark.integration("whole runs, and a process")
+@pytest.mark.integration("a process")
 def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp_path):
   code = (
-    "import sys; from diloco.cli import export;"
+    "import sys; from diloco.cli import evaluate, export;"
     "from diloco.interop import load as restore;"
-    "from diloco.cli import evaluate;"
     "m = restore.load(sys.argv[1]); q = m.params['blocks']['attention']['q'];"
     "assert len(q.sharding.device_set) == 4 and not q.sharding.is_fully_replicated;"
     "export.export(m, sys.argv[2]);"
-    "evaluate.main(sys.argv[3:])"
+    "evaluate.main(sys.argv[3:]); print(0)"
   )
-  devices = "--xla_force_host_platform_device_count=4"
-  env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"}
   workdir, out = str(trained[0]), str(tmp_path / "out")
-  items = ROOT / "tests" / "fixtures" / "items.jsonl"
-  args = [str(workdir), f"--tasks={items}"]
+  args = [workdir, f"--tasks={running.ROOT / 'tests/fixtures/items.jsonl'}"]
   details = [tmp_path / f"{n}.jsonl" for n in (1, 4)]
-  command = [sys.executable, "-c", code, workdir, out, *args, f"--details={details[1]}"]
-  subprocess.run(command, check=True, cwd=ROOT, env=env, timeout=300)
+  cpu_devices.run(4, "-c", code, workdir, out, *args, f"--details={details[1]}")
   assert_same_bits(restore.load(out).params, trained[1])
   assert evaluate.main([*args, f"--details={details[0]}"]) == 0
   one, four = ([json.loads(x) for x in d.read_text().splitlines()] for d in details)
@@ -210,7 +183,6 @@ def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp
     np.testing.assert_allclose(a["scores"], b["scores"], rtol=1e-5)
 
 
-@ONE
 def test_commands(trained, tmp_path, capsys):
   out = str(tmp_path / "out")
   assert export.main([f"{trained[0]}", f"--output={out}"]) == 0
@@ -222,31 +194,20 @@ def test_commands(trained, tmp_path, capsys):
     text.append(capsys.readouterr().out)
   assert text[0] == text[1]
   assert text[0].startswith("The nation")
-  for flag, message in (
-    ("--top_k=-1", "error: argument --top_k: -1; give 0 to inf (see --help)\n"),
-    ("--seed=99999999999999999999", "99; give -9.22337e+18 to 9.22337e+18"),
+  run, output = str(trained[0]), f"--output={out}"
+  for command, flags, message in (
+    (generate, [out, "--top_k=-1"], "argument --top_k: -1; give 0 to inf (see --help)"),
+    (generate, [out, f"--seed={'9' * 20}"], "99; give -9.22337e+18 to 9.22337e+18"),
+    (generate, [out, "--prompt=\udcff"], "which is not UTF-8"),
+    (export, [run, output, "--format=hf"], "'hf', but of an architecture with model."),
+    (export, [run, output, "--dtype=bfloat16"], "which --format=diloco has not"),
+    (export, [str(tmp_path), output], "holds no checkpoint yet"),
+    (export, [run, "--output=/proc/none"], "--output is '/proc/none', where nothing"),
+    (evaluate, [run, "--tasks=piqa", "--details=/proc/none/x"], "where nothing"),
   ):
-    with pytest.raises(SystemExit, match="2"):
-      generate.main([f"{out}", flag])
-    assert message in capsys.readouterr().err
-  assert generate.main([f"{out}", "--prompt=\udcff"]) == 2
-  assert "which is not UTF-8" in capsys.readouterr().err
-  with pytest.raises(SystemExit, match="2"):
-    export.main([f"{trained[0]}", "--output="])
-  assert "argument --output: it is empty; give a path" in capsys.readouterr().err
-  wrong = [f"{trained[0]}", f"--output={out}", "--format=hf"]
-  assert export.main(wrong) == 2
-  said = "--format is 'hf', but of an architecture with model.name=decoder one can"
-  assert f"{said} write diloco; docs/models.md" in capsys.readouterr().err
-  assert export.main([*wrong[:2], "--dtype=bfloat16"]) == 2
-  assert "is bfloat16, which --format=diloco has not" in capsys.readouterr().err
-  assert export.main([f"{tmp_path}", f"--output={out}"]) == 2
-  assert "holds no checkpoint yet" in capsys.readouterr().err
-  assert export.main([f"{trained[0]}", "--output=/proc/none"]) == 2
-  assert "--output is '/proc/none', where nothing" in capsys.readouterr().err
-  evaluated = [f"{trained[0]}", "--tasks=piqa", "--details=/proc/none/x"]
-  assert evaluate.main(evaluated) == 2
-  assert "--details is '/proc/none', where nothing" in capsys.readouterr().err
+    refused = running.called(command.main, *flags)
+    assert refused.returncode == 2
+    assert message in refused.stderr
 
 
 def test_an_export_to_a_full_disk_is_one_sentence(trained, tmp_path, monkeypatch):

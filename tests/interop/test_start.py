@@ -57,15 +57,19 @@ def assert_equal(tree, other):
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y), dict(tree), other)
 
 
+def first_params(tiny):
+  c = resolve(tiny)
+  return start.first_params(c, make_mesh(c))
+
+
 @pytest.mark.parametrize("name", ["decoder", "elsewhere"])
 def test_an_export_of_any_architecture_is_read(tiny, tmp_path, name):
   tiny.model.name = name
   params = make_folder(tiny, tmp_path)
   tiny.model.dtype, tiny.model.remat = "bfloat16", "full"  # Not of the parameters.
-  c = resolve(tiny)
-  assert_equal(start.first_params(c, make_mesh(c)), params)
+  assert_equal(first_params(tiny), params)
   described = json.loads((tmp_path / "config.json").read_text())["architecture"]
-  assert described == registry.get(c.model).DESCRIPTION
+  assert described == registry.get(resolve(tiny).model).DESCRIPTION
 
 
 def test_an_export_in_a_bucket_is_read(tiny, tmp_path, s3):
@@ -74,19 +78,16 @@ def test_an_export_in_a_bucket_is_read(tiny, tmp_path, s3):
   for path in tmp_path.iterdir():
     bucket.put(path.name, path.read_bytes())
   tiny.init.checkpoint = "s3://bucket/export"
-  c = resolve(tiny)
-  assert_equal(start.first_params(c, make_mesh(c)), params)
+  assert_equal(first_params(tiny), params)
 
 
 def test_an_architecture_may_read_and_write_folders_of_another_program(tiny, tmp_path):
   tiny.model.name = "elsewhere"
   params = make_folder(tiny, tmp_path, "npz")
-  c = resolve(tiny)
-  assert_equal(start.first_params(c, make_mesh(c)), params)
+  assert_equal(first_params(tiny), params)
   tiny.model.dim = 32
-  c = resolve(tiny)
   with pytest.raises(ConfigError, match=r"model.dim is 32, but .* has 16; set model.d"):
-    start.first_params(c, make_mesh(c))
+    first_params(tiny)
 
 
 def test_a_format_or_a_folder_of_another_architecture_is_refused(tiny, tmp_path):
@@ -95,19 +96,17 @@ def test_a_format_or_a_folder_of_another_architecture_is_refused(tiny, tmp_path)
   assert list(tmp_path.iterdir()) == []
   (tmp_path / "config.json").write_text(json.dumps({"model_type": "other"}))
   tiny.init.checkpoint = str(tmp_path)
-  c = resolve(tiny)
   with pytest.raises(ConfigError, match=r"is none of diloco export .*model.name\."):
-    start.first_params(c, make_mesh(c))
+    first_params(tiny)
 
 
 def test_an_export_with_another_tokenizer_or_damage_is_refused(tiny, tmp_path):
   make_folder(tiny, tmp_path)
-  c = resolve(tiny)
   (tmp_path / "model.safetensors").write_bytes(b"cut short")
   with pytest.raises(ConfigError, match=r"model.safetensors cannot be read .*again"):
-    start.first_params(c, make_mesh(c))
+    first_params(tiny)
   own = tmp_path / "tokenizer.model"
   other = own.read_bytes() + b"\x50\x00"  # An unknown field of protobuf.
   own.write_bytes(other)
   with pytest.raises(ConfigError, match=r"trained with another; set data.tokenizer="):
-    start.first_params(c, make_mesh(c))
+    first_params(tiny)
