@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from diloco.config import resolve
-from diloco.data import EvalSet, make_eval_set
+from diloco.data import EvalSet
 from diloco.evaluate import heldout
 from diloco.mesh.devices import make_mesh
 from diloco.model import decoder
@@ -23,15 +23,8 @@ def test_padding_counts_neither_as_loss_nor_as_tokens(tiny):
   count = int(weights.sum())
   assert count < tokens.size
   mesh = make_mesh(c)
+  eval_set = EvalSet(tokens, weights, count, 1000)
   with jax.set_mesh(mesh):
-    result = heldout.evaluate(
-      params, EvalSet(tokens, weights, count, 1000), c.model, mesh
-    )
+    result = heldout.evaluate(params, eval_set, c.model, mesh)
   assert result.loss == pytest.approx(total / count, rel=1e-5)
   assert result.bits_per_byte == pytest.approx(total / np.log(2) / 1000, rel=1e-5)
-
-
-def test_the_tokens_that_count_are_those_without_padding(tiny):
-  tiny.eval.tokens = 1000  # Not a whole number of batches.
-  eval_set = make_eval_set(resolve(tiny))
-  assert eval_set.num_tokens == eval_set.weights.sum() < eval_set.tokens.size

