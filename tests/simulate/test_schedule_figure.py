@@ -67,9 +67,8 @@ def test_rows_name_the_parameters_of_the_fragments(tiny):
   assert names(resolve(tiny)) == ["whole model"]
 
 
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_the_command_draws_any_config(kind, tmp_path, capsys):
-  out = tmp_path / "new" / f"x.{kind}"
+def test_the_command_draws_any_config(tmp_path, capsys):
+  out = tmp_path / "new" / "x.svg"
   config = ["--config=configs/streaming.py:35M", "--config.overlap.tau=7"]
   assert command.main(["schedule", *config, f"--out={out}", "--json"]) == 0
   assert json.loads(capsys.readouterr().out) == [str(out)]
@@ -81,8 +80,7 @@ def test_the_command_draws_any_config(kind, tmp_path, capsys):
   [
     ("--first=5 --last=4 --out=a.png", "draw from 1 to 1000 steps"),
     ("--first=0 --last=4 --out=a.png", "draw from 1 to 1000 steps"),
-    ("--first=1 --last=1000000000 --out=a.png", "draw from 1 to 1000 steps"),
-    ("--out=folder", "--out is 'folder'; give a file such as run.png"),
+    ("--first=1 --last=1001 --out=a.png", "draw from 1 to 1000 steps"),
     ("--out=a.txt", "--out is 'a.txt'; give a file such as run.png"),
     ("--config.algorithm=data_parallel --out=a.png", "which has no rounds; choose"),
   ],

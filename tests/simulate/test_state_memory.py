@@ -43,7 +43,6 @@ def test_of_a_config_it_counts_the_trainer_s_fragments(capsys):
   assert command.main(["memory", *diloco]) == 0
   assert json.loads(capsys.readouterr().out)[2]["share"] == pytest.approx(2 / 3)
   assert command.main(["memory", "--layers=0"]) == 2
-  assert command.main(["memory", "--config=sample", "--params=1B"]) == 2
   plain = ["--config=sample", "--config.algorithm=data_parallel"]
   assert command.main(["memory", *plain]) == 2
   assert "data_parallel, which has no rounds" in capsys.readouterr().err

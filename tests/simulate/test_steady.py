@@ -32,16 +32,6 @@ def test_later_rounds_of_a_long_simulation_have_the_time_of_the_long_run(work):
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(workloads)
-def test_utilisation_in_the_long_run_grows_with_bandwidth_up_to_one(work):
-  work = dataclasses.replace(work, latency=0.0, link="ideal")
-  reached = steady_utilisation(work, [*RATES, np.inf])
-  assert np.all((reached > 0) & (reached <= 1))
-  assert np.all(np.diff(reached) >= -1e-9)
-  assert reached[-1] == pytest.approx(1)
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
 @given(workloads, st.floats(0.1, 0.97))
 def test_the_required_bandwidth_is_just_enough(work, target):
   work = dataclasses.replace(work, latency=0.0, link="ideal")

@@ -80,9 +80,7 @@ def test_every_figure_is_listed_and_draws(tmp_path, capsys):
 def test_the_figure_of_a_config_has_its_utilisation():
   c = load_config("chinchilla:1.3B,M=4")
   lines = {x.get_label(): x for x in figures.of_config(c, 0.5, 0.1).axes[0].lines}
-  half = {
-    k: float(np.interp(0.5, x.get_ydata(), tables.GRID)) for k, x in lines.items()
-  }
+  half = {k: np.interp(0.5, x.get_ydata(), tables.GRID) for k, x in lines.items()}
   assert list(half) == list(figures.METHODS)
   # A link that is half as busy as the devices: bits of a step over 0.5 s of compute.
   assert half["data-parallel"] > 10 * half["DiLoCo"]

@@ -87,13 +87,11 @@ CELLS = [
   ("fields", "percent", "half", "note"),
   [
     ({}, 1.0, 0.1, "1M"),
-    ({"sync_every": 100}, 3.0, 0.3, "1M"),
     ({"sync_every": 30}, 1 + 2 * 0.4771, 0.1 + 0.2 * 0.4771, "1M"),  # log10(3)
     ({"sync_every": 5}, 1.0, 0.1, "1M; H = 5"),
     ({"n": 2e6}, 0.5, 0.1, "1M, 4M"),
     ({"n": 5e5}, 1.0, 0.1, "1M; N = 5e+05"),
     ({"replicas": 4}, 5.0, 1.05, "1M"),
-    ({"replicas": 8}, 9.0, 2.0, "1M"),
     # At 4e6 only M = 2 ran.
     ({"n": 2e6, "replicas": 8}, 9.0, 2.0, "1M; N = 2e+06"),
     ({"replicas": 16}, 13.0, 2.0, "1M; M = 16"),
@@ -117,11 +115,8 @@ def test_the_loss_beyond_measurements(sample, monkeypatch, fields, percent, half
 def test_efficient_rows_are_those_that_no_row_beats():
   rows = [row(h, p) for h, p in itertools.product((1, 2, 3), (0.5, 1.0))]
   rows += [row(0.5, 2.0), row(4.0, 0.1), row(4.0, 0.6)]
-  assert [(r.hours, r.percent) for r in plan.efficient(rows)] == [
-    (0.5, 2.0),
-    (1, 0.5),
-    (4.0, 0.1),
-  ]
+  kept = [(r.hours, r.percent) for r in plan.efficient(rows)]
+  assert kept == [(0.5, 2.0), (1, 0.5), (4.0, 0.1)]
 
 
 def test_the_smallest_loss_of_the_busy_rows_is_recommended():
@@ -162,18 +157,15 @@ def run(capsys, *args):
   return capsys.readouterr().out
 
 
-def test_hours_on_a_fast_link_are_those_of_the_steps(capsys, sample):
-  found = json.loads(run(capsys, *SAMPLE, "--gbits=1e9", "--json", "--all"))
-  hours = sample.train.steps * 0.06 / 3600
-  for r in found["rows"]:
-    assert r["utilisation"] == pytest.approx(1, abs=1e-6)
-    assert r["hours"] == pytest.approx(hours, rel=1e-5)
-  assert {r["method"] for r in found["rows"]} == {"data_parallel", "streaming"}
-
-
-def test_syncs_lengthen_a_round_but_not_data_parallel(capsys, sample):
+def test_hours_on_a_fast_link_are_those_of_the_steps_and_syncs(capsys, sample):
   args = (*SAMPLE, "--gbits=1e9", "--json", "--all")
   without = json.loads(run(capsys, *args))["rows"]
+  hours = sample.train.steps * 0.06 / 3600
+  for r in without:
+    assert r["utilisation"] == pytest.approx(1, abs=1e-6)
+    assert r["hours"] == pytest.approx(hours, rel=1e-5)
+  assert {r["method"] for r in without} == {"data_parallel", "streaming"}
+  # Syncs lengthen a round, but not data-parallel.
   rounds = {r["sync_every"]: sample.train.steps / r["sync_every"] for r in without}
   for r, s in zip(without, json.loads(run(capsys, *args, "--sync_time=0.03"))["rows"]):
     more = 0 if r["method"] == "data_parallel" else 0.03 * rounds[r["sync_every"]]
@@ -205,9 +197,8 @@ def test_more_replicas_share_the_batch_and_all_chips(capsys):
 
 
 def test_the_recommended_flags_can_be_typed(capsys, sample):
-  step, assumed, *_, rule, after, last = run(
-    capsys, *SAMPLE, "--gbits=0.02"
-  ).splitlines()
+  lines = run(capsys, *SAMPLE, "--gbits=0.02").splitlines()
+  step, assumed, *_, rule, after, last = lines
   assert step.split()[:2] == ["step", "0.06"]
   assert "0.02 Gbit/s, latency 0 s, ideal link; 1,066,624 parameters, batch" in assumed
   assert "smallest loss of all settings that are busy for 95%" in rule
@@ -220,11 +211,8 @@ def test_the_recommended_flags_can_be_typed(capsys, sample):
 def test_a_loss_whose_sign_is_not_known_has_none():
   rows = [row(1, -0.2, half=0.3), row(1, -0.4, half=0.3), row(1, 0.0, half=0.0)]
   _, *lines = plan.table(rows, {"gbits": [1]})
-  assert [re.search(r"8 +(.+?) +1", line)[1] for line in lines] == [
-    "0 ± 0.50",
-    "-0.40 ± 0.30",
-    "0",
-  ]
+  found = [re.search(r"8 +(.+?) +1", line)[1] for line in lines]
+  assert found == ["0 ± 0.50", "-0.40 ± 0.30", "0"]
 
 
 def test_several_rates_have_a_row_each_and_a_picture(capsys, sample, tmp_path):
@@ -262,18 +250,12 @@ def test_a_target_that_no_setting_reaches_is_told(capsys, monkeypatch):
     ([*SAMPLE, "--gbits=1", "--target=4"], "--target needs --curve, the folder"),
     ([*SAMPLE, "--gbits=1", "--curve=/etc", "--target=4"], "--curve is '/etc', which"),
     ([*SAMPLE, "--gbits=1", "--curve=/etc"], "--curve is only for --target; give"),
-    ([*SAMPLE, "--gbits=1", "--replicas=2,0"], "replicas is 0; it must be at least 1"),
     ([*SAMPLE, "--gbits=1", "--replicas=3"], "batch_size is 4, which replicas = 3"),
     ([*SAMPLE, "--gbits=1", "--target=0"], "target is 0.0, but must be above 0"),
     ([*SAMPLE, "--gbits=1", "--sync_time=-1"], "sync_time is -1.0, but must be"),
     ([*SAMPLE, "--gbits=1", "--out=plan.xyz"], "--out is 'plan.xyz'; give a file such"),
-    (SAMPLE, "the following arguments are required: --gbits"),
   ],
 )
 def test_mistakes_are_told(args, error, capsys):
-  try:
-    status = command.main(["plan", *args])
-  except SystemExit as ended:
-    status = ended.code
-  assert status == 2
+  assert command.main(["plan", *args]) == 2
   assert error in capsys.readouterr().err
