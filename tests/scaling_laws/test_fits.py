@@ -12,11 +12,7 @@ N = [1e6, 3e6, 1e7, 3e7, 1e8]
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-  st.floats(1e-3, 1e5),
-  st.floats(-1.5, 1.5),
-  st.floats(-0.5, 0.5),
-)
+@given(st.floats(1e-3, 1e5), st.floats(-1.5, 1.5), st.floats(-0.5, 0.5))
 def test_a_joint_law_without_noise_is_recovered(a, alpha, beta):
   law = PowerLaw(a, alpha, beta)
   n, m = np.repeat(N, 3), np.tile([1.0, 2.0, 8.0], len(N))
@@ -99,7 +95,6 @@ def test_the_best_batch_of_a_parabola_is_its_vertex(log2_best, curvature, least)
     ([1, 2, 4], [3, 3.5, 3], "has no minimum between 1 and 4"),
     ([1, 2, 4], [4, 3, 2.5], "lies outside the batch sizes swept, 1 to 4; add larger"),
     ([1, 2, 4], [2.5, 3, 4], "add smaller"),
-    ([1, 2, 2], [3, 2, 2], "two values at N = 2"),
   ],
 )
 def test_batches_without_an_interior_minimum_are_refused(batches, losses, message):
@@ -113,13 +108,11 @@ def test_batches_without_an_interior_minimum_are_refused(batches, losses, messag
     ([1e6], [3], None, "at least 2 different sizes N, .* but has 1: add"),
     ([1e6, 1e6, 1e7], [3, 2, 1], None, "two values at N = 1e.06, M = 1; keep the best"),
     ([1e6, 1e7], [3, 0], None, "is 0 at N = 1e.07.*drop the cell or repeat its run"),
-    ([1e6, 1e7], [3, -1], None, "is -1 at"),
     ([1e6, 1e7], [3, np.nan], None, "is nan at"),
     ([0, 1e7], [3, 2], None, "all three must be positive"),
     ([1e6, 1e7, 1e8], [3, 2, 1], [1, 1, 1], "2 different replica counts M, .* but has"),
     ([1e6, 1e7], [3, 2, 1], None, "must be of the same length"),
     ([1e6, 1e7], [3, 2], [1, 2], "N and M vary together"),
-    (N[:4], [4, 3, 2, 1], [1, 3, 10, 30], "N and M vary together; add a second M at"),
     (np.array(N) ** 0.3, N, np.array(N) ** -1.7, "N and M vary together"),
     ([1e6, 1.0001e6], [4, 3], None, "too near one another; add sizes"),
   ],

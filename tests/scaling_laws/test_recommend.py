@@ -1,13 +1,15 @@
 """Recommendations from the paper's laws and from your own runs."""
 
-import csv
+import itertools
 import json
 import math
 import re
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_results import make_run, write
 
 from diloco.config.command_line import load_config
 from diloco.scaling_laws import paper, predict, results, runs
@@ -106,7 +108,6 @@ def test_a_note_advises_on_runs_with_few_rounds():
   ("change", "message"),
   [
     ({"params": -1}, "params is -1; give a positive number"),
-    ({"replicas": 0}, "replicas is 0"),
     ({"fsdp": 0}, "fsdp is 0"),
     ({"overtrain": math.nan}, "overtrain is nan"),
     ({"overtrain": 1e300}, "overtrain is 1e.300; give a positive number up to 1e30"),
@@ -124,33 +125,23 @@ OWN_LOSS, OWN_RATE = PowerLaw(30, -0.12, 0.05), PowerLaw(5, -0.4, 0.2)
 
 
 @pytest.fixture
-def own_rows():
+def own_runs():
   """Makes runs of streaming, M = 1 and 2, 6 tokens per parameter; best at 0.4 M."""
-  return [
-    {
-      "algorithm": "streaming",
-      "params": n,
-      "replicas": m,
-      "loss": OWN_LOSS(n, m) * (1 + 0.01 * (abs(i) + abs(j) + abs(k))),
-      "learning_rate": OWN_RATE(n, m) * 2 ** (i / 2),
-      "batch_tokens": 4096 * 2**j,
-      "outer_learning_rate": 0.4 * m + 0.1 * k,
-      "tokens": 6 * n,
-    }
-    for n in (1e6, 2e6, 4e6)
-    for m in (1, 2)
-    for i in (-1, 0, 1)
-    for j in (-1, 0, 1)
-    for k in (-1, 0, 1)
-  ]
-
-
-def write(path, rows) -> str:
-  with open(path, "w", newline="") as file:
-    writer = csv.DictWriter(file, list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-  return str(path)
+  table = pd.DataFrame(
+    make_run(
+      "streaming",
+      n,
+      m,
+      OWN_LOSS(n, m) * (1 + 0.01 * (abs(i) + abs(j) + abs(k))),
+      OWN_RATE(n, m) * 2 ** (i / 2),
+      4096 * 2**j,
+      0.4 * m + 0.1 * k,
+    )
+    for n, m in itertools.product((1e6, 2e6, 4e6), (1, 2))
+    for i, j, k in itertools.product((-1, 0, 1), repeat=3)
+  )
+  table = table.rename(columns={"batch": "batch_tokens"})
+  return table.assign(tokens=6 * table["params"])
 
 
 def ask(capsys, *arguments) -> dict:
@@ -159,8 +150,8 @@ def ask(capsys, *arguments) -> dict:
   return json.loads(capsys.readouterr().out)
 
 
-def test_laws_of_your_own_runs_replace_the_papers_laws(tmp_path, capsys, own_rows):
-  path = write(tmp_path / "runs.csv", own_rows)
+def test_laws_of_your_own_runs_replace_the_papers_laws(tmp_path, capsys, own_runs):
+  path = write(tmp_path / "runs.csv", own_runs)
   laws, _ = results.fit_runs(runs.read(path))
   found = lib.recommend(1e7, 4, algorithm="streaming", seq_len=64, laws=laws)
   assert found.learning_rate == pytest.approx(OWN_RATE(1e7, 4))
@@ -173,21 +164,27 @@ def test_laws_of_your_own_runs_replace_the_papers_laws(tmp_path, capsys, own_row
   assert answer["dp_loss"] is None
   assert answer["loss_measured"] is None
   assert answer["notes"] == []
+  answer = ask(capsys, "--params=1e9", "--replicas=4", f"--results={path}")
+  assert answer["notes"] == [
+    "N = 1e+09 is beyond the runs' sizes, 1e+06 to 4e+06: sweep nearby.",
+    "M = 4 is beyond the runs' replicas, 1 to 2: sweep it.",
+  ]
+  assert answer["outer_source"].endswith("M=2")
 
 
-def test_a_note_names_the_algorithm_whose_laws_are_used(tmp_path, capsys, own_rows):
+def test_a_note_names_the_algorithm_whose_laws_are_used(tmp_path, capsys, own_runs):
   answer = ask(capsys, "--params=4e9")
   assert answer["notes"] == ["no run of streaming was fitted: the laws are of diloco."]
   assert answer["loss_measured"] is None
   assert answer["dp_loss_measured"] == 2.224
-  path = write(tmp_path / "runs.csv", own_rows)
+  path = write(tmp_path / "runs.csv", own_runs)
   answer = ask(capsys, "--algorithm=diloco", "--params=2e6", f"--results={path}")
   [note] = answer["notes"]
   assert note == "no run of diloco was fitted: the laws are of streaming_joint."
 
 
-def test_the_budget_and_the_outer_rate_are_of_your_own_runs(tmp_path, capsys, own_rows):
-  path = write(tmp_path / "runs.csv", own_rows)
+def test_the_budget_and_the_outer_rate_are_of_your_own_runs(tmp_path, capsys, own_runs):
+  path = write(tmp_path / "runs.csv", own_runs)
   answer = ask(capsys, "--params=4e6", f"--results={path}")
   assert answer["tokens_per_param"] == pytest.approx(6)
   assert answer["tokens"] == pytest.approx(6 * 4e6, rel=1e-3)
@@ -202,25 +199,11 @@ def test_the_budget_and_the_outer_rate_are_of_your_own_runs(tmp_path, capsys, ow
   assert "no law: laws hold only for 6 tokens per parameter" in capsys.readouterr().out
 
 
-def test_notes_say_what_is_beyond_your_own_runs(tmp_path, capsys, own_rows):
-  path = write(tmp_path / "runs.csv", own_rows)
-  answer = ask(capsys, "--params=1e9", "--replicas=4", f"--results={path}")
-  assert answer["notes"] == [
-    "N = 1e+09 is beyond the runs' sizes, 1e+06 to 4e+06: sweep nearby.",
-    "M = 4 is beyond the runs' replicas, 1 to 2: sweep it.",
-  ]
-  assert answer["outer_source"].endswith("M=2")
-
-
-def test_notes_list_the_problems_of_your_own_runs(tmp_path, capsys, own_rows):
+def test_notes_list_the_problems_of_your_own_runs(tmp_path, capsys, own_runs):
   # No smaller batch at the largest N with M = 2, no tokens, and one cell is missing.
-  rows = [
-    {k: v for k, v in r.items() if k != "tokens"}
-    for r in own_rows
-    if (r["params"], r["replicas"], r["batch_tokens"]) != (4e6, 2, 2048)
-    and (r["params"], r["replicas"]) != (1e6, 1)
-  ]
-  path = write(tmp_path / "runs.csv", rows)
+  few = "params == 4e6 and replicas == 2 and batch_tokens == 2048"
+  table = own_runs.query(f"not ({few}) and not (params == 1e6 and replicas == 1)")
+  path = write(tmp_path / "runs.csv", table.drop(columns="tokens"))
   assert main(["recommend", "--params=4e6", f"--results={path}"]) == 2
   assert "the best batch, 4096, is the smallest of 2" in capsys.readouterr().err
   answer = ask(capsys, "--params=4e6", f"--results={path}", "--any")
@@ -234,21 +217,21 @@ def test_notes_list_the_problems_of_your_own_runs(tmp_path, capsys, own_rows):
   assert capsys.readouterr().out.count("\nnote") == 5
   assert main(["fit", path, "--any", "--json"]) == 0
   assert {edge, few, missing} <= {*json.loads(capsys.readouterr().out)["problems"]}
-  rows = [{**r, "tokens": r["params"] * r["replicas"]} for r in own_rows]
-  answer = ask(capsys, "--params=4e6", f"--results={write(path, rows)}", "--any")
+  write(path, own_runs.assign(tokens=own_runs["params"] * own_runs["replicas"]))
+  answer = ask(capsys, "--params=4e6", f"--results={path}", "--any")
   (note,) = answer["notes"]
   assert note.startswith("the runs of streaming_joint had 1 to 2 tokens per parameter")
 
 
-def test_a_recommendation_needs_a_law_of_the_batch(tmp_path, capsys, own_rows):
-  rows = [r for r in own_rows if r["batch_tokens"] == 4096]
-  path = write(tmp_path / "runs.csv", rows)
+def test_a_recommendation_needs_a_law_of_the_batch(tmp_path, capsys, own_runs):
+  table = own_runs.query("batch_tokens == 4096")
+  path = write(tmp_path / "runs.csv", table)
   assert main(["recommend", "--params=4e6", f"--results={path}"]) == 2
   said = "no law of the batch for joint: sweep three values of batch or more at two"
   assert said in capsys.readouterr().err
   answer = ask(capsys, "--params=4e6", f"--results={path}", "--batch_tokens=4096")
   assert answer["batch_tokens"] == 4096
-  write(path, [r for r in rows if r["replicas"] == 2])
+  write(path, table.query("replicas == 2"))
   answer = ask(capsys, "--params=4e6", f"--results={path}", "--batch_tokens=4096")
   assert answer["method"] == "independent"
 
