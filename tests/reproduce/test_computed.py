@@ -44,16 +44,12 @@ def test_the_recorded_claims_are_those_of_today_but_for_the_seconds():
   assert [{k: v for k, v in row.items() if k != "cost"} for row in recorded] == today
 
 
-def test_every_contradiction_of_a_paper_has_our_choice():
+def test_every_contradiction_of_a_paper_has_our_choice_and_every_command_exists():
   for row, claim in zip(computed.rows(), WORDS.values(), strict=True):
-    assert ("choice" in claim) == (row["verdict"] == computed.INCONSISTENT)
-    assert ("here" in claim) == (claim["kind"] == "text")
-
-
-def test_every_command_exists():
-  for claim in WORDS.values():
     command = claim.get("command", "reproduce").split()[0]
     assert command in ("simulate", "scaling_laws", "list_configs", "reproduce")
+    assert ("choice" in claim) == (row["verdict"] == computed.INCONSISTENT)
+    assert ("here" in claim) == (claim["kind"] == "text")
 
 
 def test_slopes_by_hand():

@@ -13,13 +13,8 @@ with (DOCS / "reproduced.csv").open() as file:
   DONE = [row for row in csv.DictReader(file) if row["status"] == "done"]
 # Those of configs/accuracies.py have a text of another day.
 RUNS = [row for row in DONE if not row["point_scored"]]
-SCORED = [
-  row
-  for row in DONE
-  if row["point_scored"]
-  and not row["point_texts"]
-  and row["point_weights"] != "bfloat16"
-]
+SCORED = [row for row in DONE if row["point_scored"] and not row["point_texts"]]
+SCORED = [row for row in SCORED if row["point_weights"] != "bfloat16"]
 # 95% quantiles of Student's t by number of seeds.
 STUDENT = {3: 2.919986, 8: 1.894579}
 BASE = {"fragments.size": 1, "overlap.taus": [1, 1], "wire.format": "e3m0"}
@@ -56,22 +51,9 @@ def of_config(some=RUNS, column: str = "test_loss", **own) -> dict[str, float]:
   return found
 
 
-def of_one(algorithm: str, rate: str) -> dict[str, float]:
-  """{seed: loss} of the small scored runs with one copy and D tokens."""
-  wanted = {"algorithm": algorithm, "replicas": "1", "learning_rate": rate}
-  wanted |= {"tokens": "921600", "dim": "32", "batch_sequences": "8", "num_layers": "6"}
-  return {
-    run["seed"]: float(run["test_loss"])
-    for run in SCORED
-    if all(run[k] == v for k, v in wanted.items())
-  }
-
-
-def tau(
-  steps: int, alpha: float = 0.0, second: int | None = None, some=RUNS
-) -> dict[str, float]:
+def tau(steps: int, alpha: float = 0.0, some=RUNS) -> dict[str, float]:
   mixing = {"overlap__alpha": alpha} if alpha else {}
-  return of_config(some, overlap__taus=[steps, second or steps], **mixing)
+  return of_config(some, overlap__taus=[steps, steps], **mixing)
 
 
 def eight(**own) -> dict[str, float]:
@@ -85,10 +67,6 @@ def nine(rounds: str, rate: str) -> dict[str, float]:
   return {seed: loss for seed, loss in found.items() if seed != "0"}
 
 
-def sparse(name: str) -> dict[str, float]:
-  return losses(compressor=name, bits="4")
-
-
 CLAIMS = {
   "With alpha = 0, tau = 5 costs": lambda: (tau(5, some=SCORED), eight()),
   "With alpha = 0, tau = 10 .* 0.5$": lambda: (tau(10), tau(1)),
@@ -98,17 +76,14 @@ CLAIMS = {
     nine("10", "0.4"),
   ),
   "Freezing the other fragments": lambda: (of_config(fedpart__on=True), of_config()),
-  "At the bytes of 4 bits, top-k is": lambda: (sparse("topk"), of_config()),
-  "At the bytes of 4 bits, DARE is": lambda: (sparse("dare"), of_config()),
-  "FedDropout is worse than top-k": lambda: (sparse("random"), sparse("topk")),
+  "At the bytes of 4 bits, top-k is": lambda: (
+    losses(compressor="topk", bits="4"),
+    of_config(),
+  ),
   "4 bits are as good as 32": lambda: (eight(), eight(wire__format="fp32")),
   "Outer parameters are better than the first replica": lambda: (
     eight(),
     eight(column="test_loss_first"),
-  ),
-  "With 1D tokens, M=1 is better": lambda: (
-    of_one("diloco", "0.015625"),
-    of_one("data_parallel", "0.03125"),
   ),
   "The strided pattern is better": lambda: (
     eight(fragments__size=None),
