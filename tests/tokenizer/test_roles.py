@@ -20,11 +20,6 @@ END = "<|endoftext|>"
 LAYOUTS = {
   "gpt2": ([], [END], {"eos": END, "bos": END, "unk": END}),
   "pythia": ([END, "<|padding|>"], [], {"eos": END, "bos": END, "unk": END}),
-  "llama2": (
-    ["<unk>", "<s>", "</s>"],
-    [],
-    {"eos": "</s>", "bos": "<s>", "unk": "<unk>", "pad": "<unk>"},
-  ),
   "llama3": ([], ["<|begin|>", "<|end|>"], {"eos": "<|end|>", "bos": "<|begin|>"}),
   "smollm2": (
     [END, "<|im_start|>", "<|im_end|>"],
@@ -37,11 +32,6 @@ LAYOUTS = {
     ["<pad>", "<eos>", "<bos>", "<unk>"],
     [],
     {"pad": "<pad>", "eos": "<eos>", "bos": "<bos>", "unk": "<unk>"},
-  ),
-  "mistral": (
-    ["<unk>", "<s>", "</s>"],
-    ["[INST]", "[/INST]"],
-    {"eos": "</s>", "bos": "<s>", "unk": "<unk>"},
   ),
   "bos is pad": (["<s>"], ["</s>"], {"eos": "</s>", "bos": "<s>", "pad": "<s>"}),
   "pads with text": ([], [END], {"eos": END, "bos": END, "pad": "!"}),

@@ -65,14 +65,6 @@ def test_values_of_the_user_are_kept_and_contradictions_refused(tiny, prepared):
     data_lib.TrainIterator(c)
 
 
-def test_text_takes_the_vocabulary_of_its_tokenizer(tiny):
-  tiny.model.vocab_size = 0
-  c = config_lib.resolve(tiny)
-  assert (c.data.tokenizer, c.model.vocab_size) == ("sotu_2048", 2048)
-  tokenizer = data_lib.load_tokenizer(c.data.tokenizer)
-  assert tokenizer.vocab_size == 2048
-
-
 def test_a_tokenizer_without_permission_is_named(tiny, tmp_path, monkeypatch):
   """Root may read everything, so the test replaces the refusal of the system."""
   tiny.data.tokenizer, tiny.model.vocab_size = str(tmp_path / "a.model"), 0
