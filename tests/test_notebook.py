@@ -11,11 +11,10 @@ import pathlib
 import re
 import subprocess
 import sys
-import venv
-import zipfile
 
 import jax
 import pytest
+import running
 from dry_run_needs import needs_libtpu
 
 from diloco.config.command_line import load_config
@@ -42,6 +41,7 @@ def outputs(name: str) -> list[dict]:
 
 def test_there_is_a_notebook_for_each_subject():
   assert sorted(PICTURES) == NAMES
+  assert len({code(name)[0] for name in NAMES}) == 1  # All begin with one cell.
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,16 +59,12 @@ def test_the_outputs_are_complete_and_name_no_machine(name):
   assert not [word for word in MACHINE if word in text]
 
 
-def test_all_notebooks_begin_with_the_same_cell():
-  assert len({code(name)[0] for name in NAMES}) == 1
-
-
 @pytest.fixture
 def keeps_path(monkeypatch):
   monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-@pytest.mark.parametrize("folder", [".", "notebooks", "docs/figures"])
+@pytest.mark.parametrize("folder", [".", "docs/figures"])
 def test_in_a_clone_the_first_cell_only_finds_the_root(folder, monkeypatch, keeps_path):
   monkeypatch.chdir(ROOT / folder)
   monkeypatch.setattr(subprocess, "run", None)
@@ -115,26 +111,6 @@ def test_without_a_wheel_the_first_cell_says_what_to_do(monkeypatch, tmp_path):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(SystemExit, match="Upload a wheel of diloco beside this noteb"):
     exec(re.sub('REPOSITORY = ".*?"', 'REPOSITORY = ""', code("quickstart")[0]), {})
-
-
-@pytest.mark.integration("makes an environment and installs a wheel there")
-def test_the_first_cell_installs_a_real_wheel(tmp_path):
-  """Without the dependencies, which would be downloaded."""
-  wheel = tmp_path / "diloco-0.1.0-py3-none-any.whl"
-  with zipfile.ZipFile(wheel, "w") as file:
-    file.writestr("diloco/__init__.py", "")
-    file.writestr(
-      "diloco-0.1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any"
-    )
-    about = "Metadata-Version: 2.1\nName: diloco\nVersion: 0.1.0\n"
-    file.writestr("diloco-0.1.0.dist-info/METADATA", about)
-    file.writestr("diloco-0.1.0.dist-info/RECORD", "")
-  venv.create(tmp_path / "env", with_pip=True)
-  (tmp_path / "cell.py").write_text(code(NAMES[0])[0] + "\nimport diloco\n")
-  env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-  env |= {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"}
-  command = [tmp_path / "env" / "bin" / "python", "cell.py"]
-  subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=300)
 
 
 def run(name: str, cells: slice = slice(None), **smaller: str) -> dict:
@@ -217,8 +193,7 @@ def test_the_cell_for_tpus_fits_a_chip(folder):
   exec(code("quickstart")[-1], names)
   flags = [f"--config={names['name']}", *(f"--config.{x}" for x in names["fields"])]
   flags += ["--topology=v5e:1x1", "--quick"]
-  command = [sys.executable, "-m", "diloco", "aot", *flags]
-  done = subprocess.run(command, capture_output=True, text=True, check=True)
+  done = running.python("-m", "diloco", "aot", *flags)
   assert done.stdout.splitlines()[-1].endswith("of 15.75 GiB, fits")
 
 
