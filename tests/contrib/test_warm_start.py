@@ -12,10 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import diloco
-from diloco.algorithm.inner import inner_step, mean_of_all
-from diloco.algorithm.method import Method
-from diloco.algorithm.optimizers import tuned
-from diloco.algorithm.streaming import make_streaming
+from diloco.algorithm.inner import mean_of_all
 from diloco.config import add_plugins, changed, resolve
 from diloco.contrib import warm_start
 from diloco.errors import ConfigError
@@ -68,7 +65,7 @@ def by_hand(start, warm, tau, accumulates):
 @pytest.mark.parametrize(
   ("warm", "tau", "accumulates"),
   # One warm start is longer than the run, whose drain passes step 30.
-  [(12, 0, True), (13, 2, False), (16, 1, True), (4, 0, True), (40, 4, True)],
+  [(13, 2, False), (16, 1, True), (4, 0, True), (40, 4, True)],
 )
 def test_fragments_follow_and_momentum_grows_as_in_numpy(warm, tau, accumulates):
   start = {name: np.float32(x[0]) for name, x in increments(0, 0).items()}
@@ -134,36 +131,9 @@ def test_every_replica_gets_the_mean_gradient(tiny, dtype):
     found = jax.jit(functools.partial(mean_of_all, c))(grads_M)
   for name, x_M in grads_M.items():
     mean = np.asarray(x_M, float).mean(axis=0, keepdims=True).repeat(M, axis=0)
-    np.testing.assert_allclose(
-      found[name], mean, rtol=1e-6 if dtype == "float32" else 8e-3
-    )
     rounded = jnp.asarray(mean, jnp.float32).astype(dtype).astype("float32")
     np.testing.assert_allclose(found[name], rounded, rtol=1e-6)
     assert found[name].dtype == "float32"
-
-
-@pytest.mark.slow("compiles two steps")
-def test_an_averaged_step_is_that_of_data_parallel(tiny):
-  tiny.train.batch_size, tiny.train.accumulate = 8, 2
-  tiny.inner.warmup_steps, tiny.inner.clip_norm = 0, 0.5
-  tiny.inner.optimizer, tiny.inner.weight_decay = "sgd", 0.0
-  c = resolve(tiny)
-  one = changed(c, {"algorithm": "data_parallel"})
-  tokens = jax.random.randint(jax.random.key(1), (M, 4, c.model.seq_len), 4, 2048)
-  found = []
-  for config, averaged in ((c, True), (one, False)):
-    mesh = make_mesh(config, jax.devices()[:1])
-    with jax.set_mesh(mesh):
-      s = Method(config, make_streaming(config, mesh)).init()
-      batch = tokens.reshape(config.models, -1, c.model.seq_len)
-      args = (s.params, s.opt_state, batch, tuned(config))
-      found.append(inner_step(*args, c=config, averaged=averaged))
-  (both, _, seen), (alone, _, other) = found
-  for x, y in zip(jax.tree.leaves(both), jax.tree.leaves(alone)):
-    np.testing.assert_array_equal(x[0], x[1])
-    np.testing.assert_allclose(x[0], y[0], rtol=1e-5, atol=1e-7)
-  np.testing.assert_allclose(seen.loss.mean(), other.loss[0], rtol=1e-6)
-  np.testing.assert_allclose(seen.grad_norm, [other.grad_norm[0]] * M, rtol=1e-5)
 
 
 def test_a_warm_start_refuses_sites(tiny):
@@ -177,13 +147,15 @@ def test_a_warm_start_refuses_sites(tiny):
 def test_a_run_begins_as_data_parallel_and_counts_its_bytes(tiny, tmp_path):
   add_plugins(tiny, "warm_start")
   tiny.warm_start.steps, tiny.train.steps, tiny.sync_every = 9, 16, 4
+  tiny.train.batch_size, tiny.train.accumulate, tiny.inner.clip_norm = 8, 2, 0.5
   c = resolve(tiny)
   one = changed(c, {"algorithm": "data_parallel"})
   summary = train(c, tmp_path / "warm")
   train(one, tmp_path / "one")
   warm, cold = (metrics.read(tmp_path / name) for name in ("warm", "one"))
   for mine, other in zip(warm[:9], cold[:9]):
-    np.testing.assert_allclose(mine["loss"], other["loss"], rtol=1e-4)
+    for name in ("loss", "grad_norm"):
+      np.testing.assert_allclose(mine[name], other[name], rtol=1e-4)
     assert mine["bytes_sent"] == other["bytes_sent"] == mine["step"] * gradient_bytes(c)
   sends = sum(r["bytes"] for r in metrics.read(tmp_path / "warm", "send"))
   assert summary["bytes_sent_per_replica"] == 9 * gradient_bytes(c) + sends

@@ -20,14 +20,10 @@ def c(tiny):
 def sends(steps, **fields) -> list[dict]:
   """Records of sends in three fragments; `fields` are values of two parts."""
   found = []
+  cut = lambda x, parts: [y[:parts] for y in x] if isinstance(x[0], list) else x[:parts]
   for t in steps:
     for p, parts in enumerate((2, 1, 1)):
-      own = {
-        name: [x[:parts] for x in value]
-        if isinstance(value[0], list)
-        else value[:parts]
-        for name, value in fields.items()
-      }
+      own = {name: cut(value, parts) for name, value in fields.items()}
       found.append({"step": t + p, "fragment": p, **own})
   return found
 
@@ -84,8 +80,7 @@ def write(workdir, c, kinds: dict[str, list[dict]]) -> None:
   writer = metrics.MetricsWriter(workdir, c)
   for kind, records in kinds.items():
     for r in records:
-      values = {k: v for k, v in r.items() if k != "step"}
-      writer.write(kind, r["step"], values)
+      writer.write(kind, r["step"], {k: v for k, v in r.items() if k != "step"})
   writer.close()
 
 

@@ -86,23 +86,19 @@ def trained_tokenizer(folder, **options):
   """Trains a SentencePiece model on one speech."""
   model = io.BytesIO()
   lines = make_source(DataConfig(), "train")[3].splitlines()
+  options |= {"vocab_size": 600, "hard_vocab_limit": False, "minloglevel": 2}
   sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(lines),
-    model_writer=model,
-    vocab_size=600,
-    hard_vocab_limit=False,
-    minloglevel=2,
-    **options,
+    sentence_iterator=iter(lines), model_writer=model, **options
   )
   path = folder / "made.model"
   path.write_bytes(model.getvalue())
   return load_tokenizer(str(path))
 
 
+SYMBOL = {"user_defined_symbols": ["<a>"]}
 IDENTITY = {"normalization_rule_name": "identity"}
 TEXTS = (
-  "",
-  " ",
+  *("", " "),
   "  two  spaces \n\n new line\tand tab ",
   "naïve café – “quotes” ½ 漢字 🙂 \u00a0 x",
   "Hello world",
@@ -148,18 +144,12 @@ def test_a_converted_tokenizer_gives_equal_ids(tmp_path, options):
   [
     ({"model_type": "char"}, "is neither a unigram nor a BPE model"),
     ({"treat_whitespace_as_suffix": True}, "puts spaces at the end of words"),
-    (
-      {"model_type": "bpe", "user_defined_symbols": ["<a>"], **IDENTITY},
-      "is a BPE model with the user-defined symbol '<a>'",
-    ),
-    (
-      {"model_type": "unigram", "user_defined_symbols": ["<a>"]},
-      "normalises text except its user-defined symbol '<a>'",
-    ),
+    ({"model_type": "bpe", **SYMBOL, **IDENTITY}, "is a BPE model with the user-defin"),
+    ({"model_type": "unigram", **SYMBOL}, "normalises text except its user-defined s"),
   ],
 )
 def test_a_tokenizer_that_cannot_be_converted_is_named(tmp_path, options, reason):
-  with pytest.raises(ConfigError, match=f"made.model', which {reason}, so it cannot"):
+  with pytest.raises(ConfigError, match=f"made.model', which {reason}.*, so it cannot"):
     convert(trained_tokenizer(tmp_path, **options))
 
 
