@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import plugins  # noqa: F401  Registers `bigram`.
 import pytest
 import reference as ref
 
@@ -326,6 +327,7 @@ def arrays_of(folder):
 
 @pytest.mark.integration("whole runs")
 def test_a_run_counts_its_averages_and_resumes_exactly(tiny, tmp_path):
+  tiny.model.name = "bigram"  # A small model compiles quickly.
   add_plugins(tiny, "sparta", "des_loc")
   tiny.sparta.share, tiny.des_loc.first_every = 0.01, 6
   tiny.des_loc.second_every, tiny.overlap.tau, tiny.checkpoint.keep = 12, 2, 3

@@ -5,6 +5,7 @@ import functools
 import conftest
 import jax
 import numpy as np
+import plugins  # noqa: F401  Registers `bigram`.
 import pytest
 
 from diloco.algorithm.streaming import make_streaming
@@ -54,6 +55,7 @@ def computed(name: str) -> dict:
   # earlier test lowered, with other shardings in its text.
   jax.clear_caches()
   config = conftest.tiny_config()
+  config.model.name = "bigram"  # A small model is lowered quickly.
   METHODS.use(config, name)
   c = resolve(config)
   mesh = make_mesh(c, jax.devices()[:1])
