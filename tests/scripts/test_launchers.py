@@ -147,6 +147,13 @@ def await_that(is_true, seconds: float = 900) -> None:
     time.sleep(0.2)
 
 
+def assert_whole(workdir: pathlib.Path) -> None:
+  """Whether a run of 300 steps has all of them, and ended."""
+  assert json.loads((workdir / "summary.json").read_text())["steps"] == 300
+  steps = [record["step"] for record in metrics.read(workdir, "step")]
+  assert steps == list(range(1, 301))
+
+
 @pytest.mark.integration("starts, stops and continues two processes")
 def test_two_slices_train_one_run(cloud, tmp_path):
   hosts, launch = cloud
@@ -177,9 +184,7 @@ def test_two_slices_train_one_run(cloud, tmp_path):
   logs = [path.read_text() for path in hosts.glob("pod-*/pod.log")]
   assert f"Going on from the checkpoint of step {saved}." in "".join(logs)
   assert any(log.splitlines()[-1] in must("log") for log in logs)
-  assert json.loads((workdir / "summary.json").read_text())["steps"] == 300
-  steps = [record["step"] for record in metrics.read(workdir, "step")]
-  assert steps == list(range(1, 301))
+  assert_whole(workdir)
 
 
 @pytest.mark.integration("starts, stops and continues two processes")
@@ -207,9 +212,7 @@ def test_a_slurm_job_goes_back_into_the_queue_until_the_run_is_done(tmp_path):
           os.kill(task, signal.SIGKILL)
   assert len([*tasks()]) == 4
   assert "Going on from the checkpoint of step" in said.read_text()
-  steps = [record["step"] for record in metrics.read(workdir, "step")]
-  assert steps == list(range(1, 301))
-  assert (workdir / "summary.json").is_file()
+  assert_whole(workdir)
 
 
 @pytest.mark.integration("starts and stops a process")
@@ -244,19 +247,16 @@ def test_setup_packs_a_clone_and_says_what_is_none(cloud, tmp_path):
   assert found.stderr.startswith(sentence)
 
 
-@pytest.mark.parametrize("status", [0, 2])
-@pytest.mark.parametrize("says_0", ["", "1"])
+@pytest.mark.parametrize(("says_0", "status"), [("", 0), ("1", 2)])
 def test_train_ends_with_the_run_and_its_status(cloud, monkeypatch, status, says_0):
   """Some versions of gcloud end with 0 although a command failed on several hosts."""
   monkeypatch.setenv("STAND_IN_SAYS_0", says_0)
   hosts, launch = cloud
   launch("create")
   for host in hosts.iterdir():
-    (host / "env" / "bin").mkdir(parents=True)
-    (host / "env" / "bin" / "python").write_text(
-      "#!/bin/bash\nsleep 1; echo ended; exit ${@: -1}"
-    )
-    (host / "env" / "bin" / "python").chmod(0o755)
+    (python := host / "env" / "bin" / "python").parent.mkdir(parents=True)
+    python.write_text("#!/bin/bash\nsleep 1; echo ended; exit ${@: -1}")
+    python.chmod(0o755)
   done = launch("train", str(status))
   assert (done.returncode, done.stdout.count("ended")) == (status, 4)
 
