@@ -10,18 +10,30 @@ from conftest import tiny_config
 
 from diloco.cli import status
 from diloco.config import resolve
+from diloco.contrib.sites.group.journal import head_of, path_of
+from diloco.contrib.sites.group.records import pack
 from diloco.util import files
 
 NOW = 1_000_000.0
 
 
-def write(folder, records, age=5.0, config=None, name="metrics.jsonl"):
+def write(folder, records, age=5.0, config=None):
   folder.mkdir(parents=True, exist_ok=True)
-  path = folder / name
+  path = folder / "metrics.jsonl"
   path.write_text("".join(json.dumps(r) + "\n" for r in records))
   os.utime(path, (NOW - age, NOW - age))
   if config:
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
+
+
+def close(folder, config, *rounds):
+  """Writes closed rounds into the folder of a group."""
+  (folder / "journal").mkdir(parents=True, exist_ok=True)
+  (folder / "config.json").write_text(json.dumps(config.to_dict()))
+  for header in rounds:
+    path = folder / path_of(header["round"])
+    path.write_bytes(json.dumps(header).encode() + b"\n\x00\xffpayload")
+    os.utime(path, (NOW - 3, NOW - 3))
 
 
 def records(last, rate=100.0):
@@ -129,42 +141,39 @@ def test_a_group_tells_who_is_in(tmp_path, config):
     **{"round": r, "fragment": r % 4, "step": step, "late": []},
     **{"tokens": {k[1:]: 64 for k in sites}, "waited_s": 0.1},
   }
+  close(tmp_path, config)
+  assert status.lines(tmp_path, NOW)[1].split() == ["round", "none", "closed", "yet"]
   rounds = [line(0, 1, s0=1, s1=1), line(1, 2, s0=1, s1=1), line(2, 3, s0=1)]
-  write(tmp_path, rounds, config=config, name="rounds.jsonl")
+  close(tmp_path, config, *rounds)
+  (tmp_path / "journal/000000003.round").write_bytes(b'{"round": 3, "tok')
   assert "never sent" not in told(tmp_path)
   found = status.lines(tmp_path, NOW)
   assert "sites        1 of 2 in the last round: 0" in found
   assert "away         1 since step 2" in found
+  assert "last line    3 s ago" in found
   assert not any(x.startswith("refused") for x in found)
   bad = [{**x, "refused": [0, 1] if x["round"] else [1]} for x in rounds[:2]]
-  write(tmp_path, [*bad, rounds[2]], config=config, name="rounds.jsonl")
+  close(tmp_path, config, *bad)
   assert "refused      1 of site 0, 2 of site 1" in status.lines(tmp_path, NOW)
   # The four fragments are sent after the steps 4, 5, 6 and 7, then every four steps.
   assert "round        3 of 9, step 3" in found
   assert "state        finished" not in status.lines(tmp_path, NOW)
-  write(tmp_path, [line(8, 9, s0=1)], config=config, name="rounds.jsonl")
-  assert "state        finished" in status.lines(tmp_path, NOW)
-  assert "never sent   1" in status.lines(tmp_path, NOW)
 
 
-def test_rounds_that_rounds_jsonl_lacks_are_read_from_their_files(tmp_path, config):
-  line = {"round": 0, "fragment": 0, "step": 4, "tokens": {"0": 64, "1": 64}}
-  write(tmp_path, [line], age=9000, config=config, name="rounds.jsonl")
-  newer = line | {"round": 1, "fragment": 1, "step": 5, "tokens": {"1": 64}}
-  (tmp_path / "journal").mkdir()
-  path = tmp_path / "journal/000000001.round"
-  path.write_bytes(json.dumps(newer).encode() + b"\n\x00\xffpayload")
-  os.utime(path, (NOW - 3, NOW - 3))
+def test_rounds_before_the_newest_snapshot_are_read_from_its_head(tmp_path, config):
+  line = {"round": 7, "fragment": 0, "step": 8, "tokens": {"0": 64, "2": 64}}
+  (tmp_path / "snapshots").mkdir()
+  (tmp_path / head_of(8)).write_bytes(pack({"rounds": [line]}))
+  close(tmp_path, config, line | {"round": 8, "step": 9, "tokens": {"0": 64}})
   found = status.lines(tmp_path, NOW)
-  assert "round        2 of 9, step 5" in found
-  assert "away         0 since step 4" in found
-  assert "last line    3 s ago" in found
+  assert "away         2 since step 8" in found
+  assert "never sent   1" in found
+  assert "state        finished" in found
 
 
 def test_a_run_of_sites_has_a_line_for_each_site_and_their_group(tmp_path, config):
-  rounds = [{"round": 0, "fragment": 0, "step": 1, "tokens": {"0": 64}}]
   for run in (tmp_path, tmp_path / "sites"):
-    write(run, rounds, config=config, name="rounds.jsonl")
+    close(run, config, {"round": 0, "fragment": 0, "step": 1, "tokens": {"0": 64}})
     write(run / "site-0", records(9), config=config)
   lines = status.lines(tmp_path, NOW)
   names = [".", "site-0", "sites", "sites/site-0"]

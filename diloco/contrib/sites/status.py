@@ -2,27 +2,29 @@
 
 import collections
 import contextlib
+import json
 import pathlib
 
 from diloco.config import complete
 from diloco.contrib.sites.calendar import Calendar
-from diloco.contrib.sites.group.journal import FOLDER, LINES, headers_in
+from diloco.contrib.sites.group.journal import FOLDER, history
 from diloco.errors import ConfigError
 from diloco.log import status
 from diloco.log.status import Status
-from diloco.log.workdir import backwards, read_config
+from diloco.log.workdir import read_config
+from diloco.util.storage import Folder
+from diloco.util.types import Json
 
-_ROUND_S = 30  # Assumed seconds of a round: lines of rounds have no times.
+_ROUND_S = 30  # Assumed seconds of a round: headers of rounds have no times.
 
 
 def of_group(folder: pathlib.Path, now: float) -> Status:
   """Reads how the rounds of a group go on."""
-  config, by_number = read_config(folder), headers_in(backwards(folder / LINES))
-  newest = folder / LINES
-  for path in sorted((folder / FOLDER).glob("*.round")):  # rounds.jsonl comes later.
-    with contextlib.suppress(OSError), path.open("rb") as file:
-      by_number |= headers_in([file.readline()])
-      newest = path
+  config, by_number = read_config(folder), history(Folder(folder))
+  newest = folder / FOLDER
+  for path in sorted(newest.glob("*.round")):  # Those that no snapshot has yet.
+    if header := _header(path):
+      by_number[header["round"]], newest = header, path
   rounds = [by_number[r] for r in sorted(by_number, reverse=True)]
   if not rounds:
     return Status(status.heading(config), {"round": "none closed yet"}, {})
@@ -51,5 +53,13 @@ def of_group(folder: pathlib.Path, now: float) -> Status:
   return Status(status.heading(config), news, {})
 
 
-status.READERS[LINES] = of_group
-status.READERS[FOLDER] = of_group  # Before there are lines.
+def _header(path: pathlib.Path) -> Json | None:
+  """Reads a closed round without its payloads; None if it is damaged."""
+  with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+    header = json.loads(file.readline())
+    wanted = {"round", "fragment", "step", "tokens"}
+    return header if isinstance(header, dict) and header.keys() >= wanted else None
+  return None
+
+
+status.READERS[FOLDER] = of_group

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import running
 
-from diloco.contrib.sites.group.records import unpack
+from diloco.contrib.sites.group.journal import FOLDER, history
+from diloco.contrib.sites.group.records import read, unpack
 from diloco.interop.load import load
+from diloco.util.storage import Folder
 
 ROOT = pathlib.Path(__file__).parents[3]
 LONG = 900  # Seconds after which a test gives up.
@@ -52,9 +54,12 @@ class Run:
   def log(self, name: int | str) -> str:
     return (self.folder / f"{name}.log").read_text(errors="replace")
 
-  def lines(self) -> list[dict]:
-    lines = (self.group / "rounds.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+  def rounds(self) -> list[dict]:
+    """Returns the headers of all closed rounds."""
+    storage = Folder(self.group)
+    kept = (read(storage, f"{FOLDER}/{name}") for name in storage.names(FOLDER))
+    found = history(storage) | {head["round"]: head for head, _ in filter(None, kept)}
+    return [found[r] for r in sorted(found)]
 
   def assert_same_bits(self, *names: int | str) -> None:
     first, *others = [load(self.folder / str(name)).params for name in names]
@@ -107,8 +112,8 @@ def test_two_sites_with_a_folder_compute_the_bits_of_one_process(make_run):
   run.processes["alone"] = run.run("alone", devices=2)
   run.finish()
   run.assert_same_bits(0, 1, "alone")
-  assert [line["round"] for line in run.lines()] == list(range(9))
-  assert all(len(line["tokens"]) == 2 for line in run.lines())
+  assert [line["round"] for line in run.rounds()] == list(range(9))
+  assert all(len(line["tokens"]) == 2 for line in run.rounds())
 
 
 @pytest.mark.slow("two processes")
@@ -119,8 +124,8 @@ def test_sites_of_other_devices_batches_and_speeds_train_one_model(make_run):
   run.finish()
   run.assert_same_bits(0, 1)
   length = 16
-  assert len(run.lines()) == 8
-  for line in run.lines():
+  assert len(run.rounds()) == 8
+  for line in run.rounds():
     assert line["per_step"] == {"0": 4 * length, "1": 2 * length}
     # Rounds are three steps, of which site 1 trains the odd ones of the run.
     steps = {"0": 3, "1": 2 - line["round"] % 2}
@@ -158,10 +163,10 @@ def test_holders_are_killed_and_come_back_and_no_round_is_lost(make_run):
   run.finish()
   run.start(0, 1, 2)
   run.finish()
-  lines = run.lines()
-  assert [line["round"] for line in lines] == list(range(3000 // 6))
+  rounds = run.rounds()
+  assert [line["round"] for line in rounds] == list(range(3000 // 6))
   for site in {*killed}:
-    assert any(str(site) not in line["tokens"] for line in lines)
+    assert any(str(site) not in line["tokens"] for line in rounds)
   run.assert_same_bits(0, 1, 2)
   # Old rounds are deleted.
   assert len(list(run.group.glob("journal/*.round"))) < 40

@@ -2,14 +2,12 @@
 
 These files decide which rounds are closed. A holder of the lease that finds a round
 there takes it as it is. Each snapshot of the outer state deletes old rounds; its file
-`.head` keeps their lines of `rounds.jsonl`. `rounds.jsonl` is only for people: it has a
-line for each round, and is rebuilt from these files.
+`.head` keeps their headers for ever.
 """
 
 import contextlib
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diloco.contrib.sites.group.records import pack, read
@@ -17,7 +15,7 @@ from diloco.contrib.sites.group.rounds import Measured
 from diloco.util.storage import Storage
 from diloco.util.types import Json
 
-FOLDER, LINES = "journal", "rounds.jsonl"
+FOLDER = "journal"
 # What values of another kind than expected lead to.
 _DAMAGE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _RECENT = 2  # Rounds in memory, with their payloads.
@@ -75,24 +73,6 @@ def closed_of(header: Json, body: bytes | memoryview) -> Closed:
   )
 
 
-def line_of(header: Json) -> bytes:
-  """Returns the line of a round in rounds.jsonl."""
-  line = {name: value for name, value in header.items() if name != "data"}
-  return json.dumps(line).encode() + b"\n"
-
-
-def headers_in(lines: Iterable[bytes]) -> dict[int, Json]:
-  """Reads lines of rounds.jsonl, of which some may be damaged."""
-  found = dict[int, Json]()
-  for line in lines:
-    with contextlib.suppress(*_DAMAGE):
-      header = json.loads(line)
-      known = header.keys() >= {"fragment", "step", "tokens"}
-      if known and type(header["round"]) is int:
-        found[header["round"]] = header
-  return found
-
-
 class Journal:
   """The closed rounds, as one site sees them.
 
@@ -146,17 +126,6 @@ class Journal:
       return False
     self._note(closed)
     return True
-
-  def write_lines(self) -> None:
-    """Writes rounds.jsonl, so that people can check a run."""
-    lines = (self._storage.get(LINES) or b"").splitlines(keepends=True)
-    is_whole = lambda r: headers_in([lines[r]]).keys() == {r}
-    kept = next((r for r in range(len(lines)) if not is_whole(r)), len(lines))
-    headers = self.headers
-    if kept < min(headers, default=self.closed):  # Somebody has changed it.
-      headers = history(self._storage) | headers
-    new = [line_of(headers[r]) for r in sorted(headers) if r >= kept]
-    self._storage.put(LINES, b"".join([*lines[:kept], *new]))
 
   def forget(self, first: int) -> None:
     """Takes over that the rounds below a number may be deleted."""

@@ -10,7 +10,6 @@ the site has the lease, the thread also closes the rounds of the group (`holder.
   journal/ROUND.round    a closed round (`journal.py`)
   snapshots/ROUND.state  the outer state before a round, for newcomers
   snapshots/ROUND.head   its digests, and the rounds since the snapshot before
-  rounds.jsonl           all rounds up to the newest snapshot, for people
 
 Sites ask for files by their names, which follow from the numbers of rounds and sites.
 So nothing waits for a listing; listings only find what may be deleted.
@@ -239,7 +238,6 @@ class Link:
     await self._write_record({**self._own_record(), "reason": self._reason})
     if self._lease.held:
       await self._write("lease", pack(self._lease.leave()))
-      await asyncio.to_thread(self._journal.write_lines)
 
   async def _again(self, step: Callable[[], Awaitable[None]]) -> None:
     """Calls `step` until the site leaves; tries again if the storage fails."""
@@ -462,7 +460,6 @@ class Link:
       await self._write(journal.state_of(number), pack({}, state))
       head = self._journal.head(digests, before or 0, number)
       await self._write(journal.head_of(number), pack(head))
-      await asyncio.to_thread(self._journal.write_lines)
       if self._lease.held:
         news = {"snapshot": number, "first": before or 0}
         await self._write("lease", pack(self._lease.record(time.monotonic(), **news)))
