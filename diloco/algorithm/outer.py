@@ -11,7 +11,7 @@
 
 DiLoCo is the case of one fragment, tau = 0, alpha = 0. Every fragment has its own outer
 parameters and optimizer state. `send` and `update` define what is computed; `fused.py`
-has a faster form of both, with the same arguments and the same bits.
+has a faster form of both, with the same arguments; only rounding differs.
 """
 
 from functools import partial

@@ -169,7 +169,7 @@ def draw(runs: Sequence[Run]) -> Any:
 
   title = "Lines: training loss, smoothed. Circles: held-out loss."
   if any(run.seeds > 1 for run in runs):
-    title += " (n=3): mean of 3 runs with different seeds."
+    title += " (n=...): mean of so many runs with different seeds."
   figure, panels = palette.panels(title, ("", ""), 3.2, sharey=True)
   looks = palette.looks({label(run): run.config.algorithm for run in runs})
   for run, look in zip(runs, looks):

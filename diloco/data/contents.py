@@ -53,9 +53,9 @@ def contents(c: Config, tokenizer: Tokenizer, held_out: str) -> dict[str, str]:
   digests = {"data.tokenizer": tokenizer.sha256, HELD_OUT: held_out}
   with files_lib.reading():
     digests["data.source"] = digest(_parts(c.data, c.data.train_split))
-  for task in map(pathlib.Path, map(str.strip, c.eval.tasks.split(","))):
-    if task.is_file():
-      digests[f"the task {task}"] = digest(sample(task))
+  for task in map(str.strip, c.eval.tasks.split(",")):
+    if (path := pathlib.Path(task).expanduser()).is_file():
+      digests[f"the task {task}"] = digest(sample(path))
   return digests | made_with(c)
 
 

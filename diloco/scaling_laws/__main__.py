@@ -52,7 +52,7 @@ def make_parser() -> Parser:
   p = commands.add_parser("tables", help="the paper's tables: ours / theirs")
   p.set_defaults(command=tables)
   p.add_argument("--sizes", choices=list(paper.SIZES), help="which N; see paper.py")
-  p = commands.add_parser("figures", help="draw figures 2b and 13")
+  p = commands.add_parser("figures", help="draw figures 2 and 13")
   p.set_defaults(command=figures)
   p.add_argument("--out", type=as_path, required=True, help="folder for the files")
   p = commands.add_parser("fit", help="fit laws to your own runs")

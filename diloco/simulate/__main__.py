@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
   args, rest = parser.parse_known_args(argv)
   overrides = [a for a in rest if re.match(r"--(no)?config\.\w", a)]
   if len(overrides) < len(rest):
-    parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    wrong = (word for word in rest if word not in overrides)
+    parser.error(f"unrecognized arguments: {' '.join(wrong)}")
   return guarded(run, vars(args) | {"overrides": overrides})
 
 

@@ -139,11 +139,10 @@ _TYPED = {
 def meant(word: str, known: Iterable[str]) -> str:
   """Returns " (did you mean NAME?)" if known names are like the word, else "".
 
-  Its plural or singular goes first, then names below the word, as train.steps for
-  train, then those of its group and
-  those of any group whose last part is the word's or what the word usually means, then
-  those that contain the word, as num_heads does heads, then the name that is spelled
-  almost like the word, then those whose last part is.
+  Names are tried in this order: the plural or singular of the word; names below the
+  word, as train.steps for train; names of its group, then of any group, whose last part
+  is the word's or what the word usually means; names that contain the word, as num_heads
+  does heads; the name that is spelled almost like the word; names whose last part is.
   """
   plain = {name: name.lstrip("-").removeprefix("config.") for name in known}
   word = word.lstrip("-").removeprefix("config.")

@@ -84,10 +84,11 @@ def test_the_files_of_tasks_and_plugins_are_known(tiny, tmp_path, monkeypatch):
   )
   task.write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}\n')
   monkeypatch.syspath_prepend(tmp_path)
-  tiny.plugins, tiny.eval.tasks = ("my_mean", "sparta"), f"hellaswag, {task}"
+  monkeypatch.setenv("HOME", str(tmp_path))
+  tiny.plugins, tiny.eval.tasks = ("my_mean", "sparta"), "hellaswag, ~/items.jsonl"
   before = of(tiny)
   assert "the plug-in sparta" not in before  # A part of "the code of diloco".
-  for file, what in ((task, f"the task {task}"), (plugin, "the plug-in my_mean")):
+  for file, what in ((task, "the task ~/items.jsonl"), (plugin, "the plug-in my_mean")):
     file.write_text(file.read_text() + "\n")
     after = of(tiny)
     assert {w for w in after if after[w] != before[w]} == {what}

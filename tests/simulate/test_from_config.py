@@ -128,7 +128,7 @@ def test_arguments_without_effect_are_refused(args, message, capsys):
 @pytest.mark.parametrize(
   ("args", "message"),
   [
-    ("bandwidth --gbits=1", "unrecognized arguments: --gbits=1"),
+    ("bandwidth --config.seed=1 --gbits=1", "unrecognized arguments: --gbits=1 (see"),
     ("utilisation", "the following arguments are required: --gbits"),
     ("utilisation --gbits=nan", "--gbits: 'nan' is not a number from 1e-30 to 1e30"),
     ("bandwidth --sync_every=9999999999999", "9999999999999; give 0 to 1e+12"),
