@@ -1,8 +1,8 @@
 """Lines 7, 8, 10 and 11 piece by piece: fewer passes over memory.
 
 `send` and `update` take and return what those of `outer.py` do. The last digit of a
-value may differ, because XLA joins other multiplications and additions. A plan uses them if
-`can_send` and `can_update` allow it.
+value may differ, because XLA joins other multiplications and additions. `Streaming`
+uses them if `can_send` and `can_update` allow it.
 
 XLA runs one operation after the other, and most of them write whole arrays. Here a loop
 takes a piece of a tensor through all operations while the piece is in the cache of a

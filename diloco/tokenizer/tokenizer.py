@@ -134,7 +134,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     raise ConfigError(
       f"data.tokenizer is {name!r}, but there is no file {path}; give a SentencePiece"
       " .model (`python -m diloco train_tokenizer --source=<source> --output=<path>`"
-      f" trains one), a tokenizer.json, one of: {shipped}, or nothing if data.source is arrays."
+      f" trains one), a tokenizer.json, one of: {shipped}, or nothing if data.source is"
+      " arrays."
     )
   return Tokenizer(path) if own else _shipped(path)
 

@@ -140,9 +140,9 @@ def meant(word: str, known: Iterable[str]) -> str:
   """Returns " (did you mean NAME?)" if known names are like the word, else "".
 
   Names are tried in this order: the plural or singular of the word; names below the
-  word, as train.steps for train; names of its group, then of any group, whose last part
-  is the word's or what the word usually means; names that contain the word, as num_heads
-  does heads; the name that is spelled almost like the word; names whose last part is.
+  word, as train.steps for train; names of its group, then of any group, whose last
+  part is the word's or what the word usually means; names that contain the word, as
+  num_heads does heads; names that are spelled almost like the word, or end so.
   """
   plain = {name: name.lstrip("-").removeprefix("config.") for name in known}
   word = word.lstrip("-").removeprefix("config.")
