@@ -258,8 +258,8 @@ def _tensors(
 def _alone(j: Array, f: Callable[..., Result], *args: PyTree) -> Result:
   """Computes f(*args) once, into separate arrays; j is a loop index, never negative.
 
-  Inside a loop, XLA would fuse f into each use of its result. On CPUs, an update in
-  place then runs on one thread, and XLA copies whole tensors that it reads twice.
+  Inside a loop, XLA would fuse f into each use of its result. On CPUs, that fusion
+  updates tensors in place on one thread, and copies whole tensors read twice.
   """
   f = jax.jit(f)  # Traced once for the three uses below.
   zeros = lambda *args: jax.tree.map(jnp.zeros_like, jax.eval_shape(f, *args))

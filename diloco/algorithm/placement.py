@@ -6,7 +6,7 @@ Offloaded   The outer state lives in pinned memory of the devices' hosts. A frag
 OnHosts     The outer state lives on the hosts: every process holds all of it on its
             CPU, and a thread updates it there from everyone's payloads.
 
-What is computed is the same; `streaming.Streaming` gives the lines themselves.
+All places compute equal results; `streaming.Streaming` defines lines 7 to 12.
 """
 
 import dataclasses

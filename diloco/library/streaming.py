@@ -110,8 +110,8 @@ class Streaming:
         params_M, state, events = method.step(t, params_M, state)
 
     On TPUs and GPUs the first inner step after a send then hides the exchange
-    (docs/aot.md). Every other inner step is your step alone. If tau is 0, if transport
-    is "host", or if one device holds all replicas, all inner steps are.
+    (docs/aot.md). Every other inner step is your step alone. Every inner step is alone
+    if tau is 0, transport is "host", or one device holds all replicas.
 
     Args:
       train_step: called as train_step(params_M, opt_state_M, *more); returns

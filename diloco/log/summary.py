@@ -35,7 +35,7 @@ def make(
   evaluation: Evaluation,
   log: Log,
 ) -> Json:
-  """Evaluates, generates and draws; writes summary.json, prints it and returns it.
+  """Evaluates and samples text; writes, prints and returns summary.json.
 
   Args:
     method: how the run trained.

@@ -13,8 +13,8 @@ from diloco.spec import plugins
 from diloco.util import files
 from diloco.util.types import Json
 
-# Before the error of one of several runs that train together, in its log.txt. Their
-# process prints `error: `, and its output goes to the log.txt of the first run.
+# `failed: ` precedes a run's error in its own log.txt when several runs train in one
+# process. The process prints `error: ` to the log.txt of the first run.
 FAILED = "failed: "
 # Fields whose value for a run of several sites is the sum over its sites.
 _SUMMED = ("replicas", "train.batch_size", "data.shards", "overlap.taus")

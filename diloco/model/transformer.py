@@ -101,7 +101,7 @@ class Transformer(Part):
     self.embed = self.Embed(self.m, self.batch_axes)
     unroll = self.m.unroll or self.m.num_layers
     policy = _is_product if self.m.remat == "dots" else None
-    # Without a loop around it, XLA would merge the second computation with the first.
+    # Outside a loop, XLA would merge the recomputation with the forward pass.
     remat = functools.partial(nn.remat, prevent_cse=unroll > 1, policy=policy)
     block = self.Block if self.m.remat == "none" else remat(self.Block)
     stack = nn.scan(

@@ -317,7 +317,7 @@ class Peers:
         if kind == "end":
           text, code = value or ("", 0)
           error = f"process {p}: {text}" if p else text
-          pause = _GRACE / 2  # This process may report the same error itself.
+          pause = _GRACE / 2  # This process gets time to report the error.
           box.put(packed("end", None))  # A process that fails waits for this answer.
           break
         if (kind, p) in self._received:

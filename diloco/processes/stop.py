@@ -14,8 +14,8 @@ from diloco.processes.peers import Peers, print_line
 from diloco.util.command import INTERRUPTED
 from diloco.util.orbax_errors import hush
 
-# Makes Python raise a KeyboardInterrupt again. Not SIGALRM, which a user may need; and
-# SIGURG does nothing to a process that does not handle it.
+# SIGURG makes Python raise KeyboardInterrupt again. Users may need SIGALRM; an
+# unhandled SIGURG has no effect on a process.
 AGAIN = signal.SIGURG
 # Called with each signal that arrives, even while the main thread is in JAX.
 _watchers: list[Callable[[int], None]] = []

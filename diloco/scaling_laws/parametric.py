@@ -36,7 +36,7 @@ OPTIONS = {"maxiter": 15_000, "maxfun": 60_000, "gtol": 1e-5}
 _OUTSIDE = 1e3
 # Replaces L where a form is not positive, because log L needs a positive number.
 _LEAST = 1e-300
-# Values of each exponent where the search for an optimum starts.
+# This many values of each exponent start the optimum search.
 _GRID = 21
 
 

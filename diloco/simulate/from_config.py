@@ -21,7 +21,7 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
   """Makes the workload of a config, with the trainer's fragments and schedule.
 
   `embed` (embedding, positions, final norm) counts as one more layer before the first.
-  Each value has the mean number of bits of all parameters.
+  Each value is sent in the mean bits per parameter.
 
   Args:
     seconds: compute per step.

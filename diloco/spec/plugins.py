@@ -354,7 +354,7 @@ def _import_file(path: pathlib.Path) -> None:
   if path.stem in contrib() or not path.stem.isidentifier():
     raise ImportError(f"{path.stem} is no name for a module; rename the file")
   importlib.invalidate_caches()  # The file may be newer than this process.
-  sys.path += {str(path.parent)}.difference(sys.path)  # At the end: it hides nothing.
+  sys.path += {str(path.parent)}.difference(sys.path)  # The last entry hides nothing.
   there = getattr(importlib.import_module(path.stem), "__file__", None)
   if not there or pathlib.Path(there).read_bytes() != path.read_bytes():
     raise ImportError(f"{there or path.stem} has its name; rename the file")

@@ -43,7 +43,7 @@ def decoder(m: "ModelConfig") -> Shapes:
 
 
 class Architecture(NamedTuple):
-  """An architecture, by the name in model.name.
+  """The architecture that model.name names.
 
   A group of fields of this name, if a plug-in registers one, is part of `ModelConfig`.
 

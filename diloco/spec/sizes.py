@@ -176,7 +176,7 @@ def sync_bytes(
 
 
 def copies(exchange: str, replicas: int) -> float:
-  """Counts how often a replica sends its bytes.
+  """Returns bytes sent per payload byte.
 
   Args:
     exchange: gather, an all-gather of payloads, or psum, an all-reduce in a ring.

@@ -97,8 +97,8 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
         trainer.send_signal(signal.SIGTERM)
 
     with handled(STOPS, stop):
-      # The trainer saves at SIGTERM. The other signals would kill it, and terminals and
-      # Slurm send them to every process of a job. So it inherits them blocked.
+      # The trainer saves at SIGTERM but dies of the other signals, which terminals and
+      # Slurm send to whole jobs. The trainer starts with those signals blocked.
       others = set(STOPS) - {signal.SIGTERM}
       before = signal.pthread_sigmask(signal.SIG_BLOCK, others)
       try:
@@ -131,8 +131,8 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
 def launched(launch: str, run: pathlib.Path, workdir: str = "") -> list[str]:
   """Returns the words of a command that trains a run, perhaps on another machine.
 
-  A word {flags} becomes one word for each flag. Within a word, the flags are quoted for
-  the shell that reads this word, such as that of ssh.
+  A word {flags} becomes one word for each flag. Flags inside a longer word are quoted
+  for the shell that reads the word, such as ssh's.
 
   Raises:
     ConfigError: the config names a plug-in that cannot be imported.

@@ -80,7 +80,7 @@ class Tokenizer:
 
 
 def _one_role_each(special: tuple[int, ...]) -> tuple[int, ...]:
-  """Leaves a piece that has several roles to one of them; the others are missing: -1.
+  """Keeps the first of a piece's several roles, and sets the other roles to -1.
 
   In GPT-2 one piece is EOS, BOS and unknown; others pad with EOS or with unknown.
   """

@@ -170,7 +170,7 @@ def meant(word: str, known: Iterable[str]) -> str:
 def in_range(least: float, most: float = math.inf) -> Callable[[str], float]:
   """Makes the type of an option: a finite number from `least` to `most`.
 
-  The number is an integer if `least` is one.
+  An integer `least` allows only integers.
   """
 
   def number(text: str) -> float:

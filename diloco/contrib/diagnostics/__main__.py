@@ -74,7 +74,7 @@ def relative(curves: Curves, norms: Curves) -> Curves:
   divided = Curves()
   for part, curve in curves.items():
     steps, values = points(curve)
-    norm = np.interp(steps, *points(norms[part]))  # An update comes after its send.
+    norm = np.interp(steps, *points(norms[part]))  # Norms are known at sends only.
     divided[part] = dict(zip(steps.tolist(), values / norm))
   return divided
 

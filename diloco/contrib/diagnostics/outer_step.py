@@ -58,7 +58,7 @@ class MeasuredStep:
   ) -> tuple[PyTree, OuterState, list[Event]]:
     """Runs the step; adds an event with the losses before and after all its merges.
 
-    All merges lie between the two losses, also those of syncs that are not measured. A
+    The first loss precedes all merges and the second follows, measured or not. A
     replica that merged no measured sync has NaN in both. If several measured syncs were
     merged, the event names the fragment of the first. After the last step of a run,
     merges change no further loss, and have no event.

@@ -256,8 +256,8 @@ def every_row(args: Args, base: Workload) -> list[Row]:
   check("sync_time", sync, Range(0))
   rows = list[Row]()
   for one in settings(c, args.get("replicas", ())):
-    # The replicas share the batch. --step_time is that of the config's M replicas, so
-    # another M has other devices; --chips are those of all replicas, whatever M is.
+    # All M share the same total batch. --step_time holds for the config's M; another M
+    # scales the devices and the step time. --chips counts all chips, for every M.
     faster = one.replicas / c.replicas if "step_time" in args else 1
     given = {k: args[k] for k in ("latency", "link") if k in args}
     work = arguments.workload(

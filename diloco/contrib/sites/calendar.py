@@ -102,7 +102,7 @@ class Calendar:
     step, fragment = self.rounds[number]
     before = (t for t, p in reversed(self.rounds[:number]) if p == fragment)
     begin, end = max(next(before, 0), since), min(step, self.config.train.steps)
-    # At least 1: a final sync right after a send has no steps behind it.
+    # The result is 1 if no step lies between a send and the final sync.
     missing = sum(begin < t <= end for t in left_out)
     return max(self.trained(end) - self.trained(begin) - missing, 1)
 

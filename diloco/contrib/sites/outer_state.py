@@ -1,7 +1,7 @@
 """The outer step of a closed round, and the outer state as bytes.
 
-Every site runs the same program on a CPU with the same payloads. So all hold the same
-outer state, and float32 values cross only to newcomers.
+Every site runs the same program on a CPU with the same payloads. So all sites hold
+equal outer states; only new sites are sent float32 values.
 """
 
 import zlib

@@ -11,7 +11,7 @@ import random
 
 from diloco.util.types import Json
 
-_BEATS = 8  # Changes of the counter in the time after which the lease is lost.
+_BEATS = 8  # The counter changes this many times within the lease's time-out.
 
 
 class Lease:

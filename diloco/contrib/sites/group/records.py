@@ -112,7 +112,7 @@ class Payload(NamedTuple):
 def check_payload(
   calendar: Calendar, number: int, site: int, head: Json, body: memoryview
 ) -> Payload:
-  """Reads what a site says of its payload.
+  """Checks and reads a payload's header.
 
   The tokens are the weight of the payload, so they must be those of inner steps that
   the site can have trained since the fragment was sent before, with a batch that the
