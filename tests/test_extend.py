@@ -13,11 +13,11 @@ import running
 from conftest import first_of, rewind
 
 from diloco import __main__, train
-from diloco import config as config_lib
 from diloco.checkpoint.record import Record
 from diloco.checkpoint.resume import check
 from diloco.cli import check_plugin, list_configs
 from diloco.config import add_plugins, changed, complete, default_config, resolve
+from diloco.config.describe import text as described
 from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.interop import load
@@ -174,7 +174,7 @@ SIGNED = {"outer.optimizer": "signed", "outer.learning_rate": 1e-5}
   "fields",
   [
     {"outer.average": "median", "wire.format": "fp32"} | SIGNED,
-    {"mixing.every": 2, "calm.steps": 3},
+    {"mixing.every": 3, "calm.steps": 3},
   ],
   ids=["mean and optimizer", "start and between syncs"],
 )
@@ -201,7 +201,7 @@ def test_a_later_paper_in_one_file_trains_resumes_and_is_counted(
 
 def test_fields_of_a_plugin_are_known_to_config_sweeps_and_simulators(tiny, tmp_path):
   c = resolve(with_methods(tiny, **{"mixing.every": 2}))
-  text = config_lib.describe.text(saved_config(c, tmp_path))
+  text = described(saved_config(c, tmp_path))
   assert "mixing.every = 2 (default 0)" in text
   assert "Averages the embeddings of the replicas between the syncs." in text
   assert resolve(saved_config(c, tmp_path)) == c

@@ -75,31 +75,25 @@ def test_bytes_of_a_replica_are_those_of_all_its_devices(line):
   assert hlo.replica_bytes(program(line), mesh(replica=1, fsdp=4)) == 0
 
 
-@pytest.mark.parametrize(
-  ("kind", "groups", "sent"),
-  [
-    ("all-gather", "{{0,2},{1,3}}", 1 / 2),
-    ("all-reduce", "{{0,1,2,3}}", 2 * 3 / 4),
-    ("reduce-scatter", "{{0,2},{1,3}}", 1),
-    ("all-to-all", "{{0,2},{1,3}}", 1 / 2),
-  ],
-)
-def test_bytes_sent_by_a_device(kind, groups, sent):
-  line = f"  %x = f32[100]{{0}} {kind}(%p), replica_groups={groups}"
-  assert hlo.replica_bytes(program(line), mesh()) == 2 * 400 * sent
+ONE, PAIRS = "f32[100]{0}", "{{0,2},{1,3}}"
 
 
 @pytest.mark.parametrize(
-  ("result", "kind", "sent"),
+  ("result", "kind", "groups", "sent"),
   [
-    ("(f32[100]{0}, f32[300]{0})", "all-reduce", 1600),
-    ("f32[100]{0}", "all-reduce", 400),
-    ("((f32[50], f32[150]), (f32[100], f32[300]))", "all-gather", 800),
-    ("(f32[50]{0}, f32[100]{0})", "all-gather", 200),
+    (ONE, "all-gather", PAIRS, 400 / 2),
+    (ONE, "all-reduce", "{{0,1,2,3}}", 400 * 2 * 3 / 4),
+    (ONE, "reduce-scatter", PAIRS, 400),
+    (ONE, "all-to-all", PAIRS, 400 / 2),
+    # Asynchronous and combined collectives.
+    ("(f32[100]{0}, f32[300]{0})", "all-reduce-start", PAIRS, 1600),
+    (ONE, "all-reduce-start", PAIRS, 400),
+    ("((f32[50], f32[150]), (f32[100], f32[300]))", "all-gather-start", PAIRS, 800),
+    ("(f32[50]{0}, f32[100]{0})", "all-gather-start", PAIRS, 200),
   ],
 )
-def test_bytes_of_asynchronous_and_combined_collectives(result, kind, sent):
-  line = f"  %x = {result} {kind}-start(%p, %q), replica_groups={{{{0,2}},{{1,3}}}}"
+def test_bytes_sent_by_a_device(result, kind, groups, sent):
+  line = f"  %x = {result} {kind}(%p, %q), replica_groups={groups}"
   assert hlo.replica_bytes(program(line), mesh()) == 2 * sent
 
 
