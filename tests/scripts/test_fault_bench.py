@@ -49,10 +49,12 @@ def test_nothing_is_struck_again_before_its_fault_has_ended(every):
 
 
 def test_flags_of_the_config_are_kept_and_others_refused(capsys):
-  of_site = [f"--of_site=1:--config.sites.{x}" for x in ("pace=0.5", "batch_size=1")]
+  own = [(1, "pace=0.5"), (1, "batch_size=1"), (2, "pace=0.2")]
+  of_site = [f"--of_site={k}:--config.sites.{x}" for k, x in own]
   options = bench.parse(["--out=x", "--config.train.steps=19", *of_site])
   assert options.fields == ["--config.train.steps=19"]
-  assert options.of_site == {1: [flag.partition(":")[2] for flag in of_site]}
+  one, two, three = (flag.partition(":")[2] for flag in of_site)
+  assert options.of_site == {1: [one, two], 2: [three]}
   for flag, said in (
     ("--nonsense=1", "--nonsense=1 is unknown"),
     ("--kinds=kill,slow", "--kinds has slow"),
