@@ -27,9 +27,11 @@ PLAIN, STOCHASTIC = {"algorithm": "data_parallel"}, {"wire.rounding": "stochasti
   [
     ({"algorithm": "sgd"}, "algorithm is 'sgd'; choose one of data_parallel, diloco"),
     ({"sync_every": 4, "overlap.tau": 4}, "overlap.tau is 4, but sync_every is 4; tau"),
+    ({"overlap.taus": (-1, 1)}, "overlap.tau is -1, but sync_every is 100; tau must"),
     ({"train.batch_size": 33}, "train.batch_size is 33, which replicas"),
     ({"data.shards": 3}, "train.batch_size is 256, which data.shards = 3 does not"),
     ({"data.shards": 1}, "data.shards is 1, which replicas = 2 does not divide; ch"),
+    ({"fragments.size": 0}, "fragments.size is 0, but the model has 6 layers"),
     ({"fragments.size": 7}, "fragments.size is 7, but the model has 6 layers"),
     ({"fragments.pattern": "odd"}, "fragments.pattern is 'odd'; choose one of strided"),
     ({"overlap.alpha": 1.5}, "is 1.5; it must be at least 0 and at most 1"),

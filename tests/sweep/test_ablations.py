@@ -339,6 +339,14 @@ def test_a_chart_has_the_accuracies_of_the_runs_that_have_one():
   assert comparison.lines(own, none)[0].endswith("| bytes sent |")
 
 
+def test_curves_are_named_as_in_the_other_figures():
+  name = comparison.curve
+  assert name({"algorithm": "data_parallel", "replicas": 1}) == "data-parallel"
+  assert name({"algorithm": "diloco", "replicas": 4}) == "DiLoCo, M=4"
+  assert name({"algorithm": "streaming", "fixed": "local"}) == "streaming, fixed=local"
+  assert name({"compressor": "topk"}) == "topk"
+
+
 def test_a_chart_says_its_words_instead_of_values():
   words = {"frozen": {False: "all trained", True: "one trained"}, "x": {1: "one"}}
   own = Chart("t", "frozen", ("x",), words=words)
