@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 import running
 import tensorstore
+import tiny_config
 from conftest import first_of
 
 from diloco import train
@@ -177,10 +178,8 @@ MOMENTS = ["/4/theta/1/", "/8.json", "/killed/summary.json"]
 @pytest.mark.parametrize("moments", first_of("kills a run", MOMENTS[1:2], MOMENTS))
 def test_killed_and_resumed_bit_for_bit(server, tmp_path, capsys, moments):
   address, whole = f"s3://bucket/{tmp_path.name}/killed", tmp_path / "whole"
-  every = "--config.checkpoint.every=4"
-  undisturbed = start(whole, every)
   for moment in moments:
-    process = start(address, every)
+    process = start(address, "--config.checkpoint.every=4")
 
     def kill(path, process=process, moment=moment):
       if moment in path:
@@ -191,11 +190,11 @@ def test_killed_and_resumed_bit_for_bit(server, tmp_path, capsys, moments):
     out, _ = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL, out
   server.on_put = lambda path: None
-  process = start(address, every)
-  out, _ = process.communicate(timeout=300)
-  assert process.returncode == 0, out
-  assert f"{address}/summary.json" in out
-  undisturbed.communicate(timeout=300)
+  c = tiny_config.get_config()
+  c.checkpoint.every = 4
+  train.train(c, address)
+  assert f"{address}/summary.json" in capsys.readouterr().out
+  train.train(c, whole)
 
   copy = remote.local_copy(address, "it")
   for kind in ("step", "send", "receive"):
@@ -224,9 +223,9 @@ def reads_it(address, whole, tmp_path, capsys):
   assert compare.main([address, str(whole)]) == 0
   assert f"{address}/compare.png" in capsys.readouterr().out
   out = tmp_path / "export"
-  assert export.main([f"{address}", f"--output={out}"]) == 0
+  assert export.main([address, f"--output={out}"]) == 0
   assert (out / "model.safetensors").is_file()
-  assert evaluate.main([f"{address}", "--heldout"]) == 0
+  assert evaluate.main([address, "--heldout"]) == 0
   names = remote.bucket_of(remote.local_copy(address, "it")).listed()
   assert {"compare.png", "evaluation_12.json"} <= {*names}
 

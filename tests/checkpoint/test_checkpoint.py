@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from bare_method import BareMethod
-from threads import free_port
+from threads import at_once, connected
 
 from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
@@ -273,27 +273,19 @@ def test_a_part_that_a_kill_left_is_removed(c, tmp_path):
 
 def restore_as_two(workdir, c) -> list:
   """What each of two processes restores or raises; the processes are threads."""
-  found = [None, None]
-  address = f"localhost:{free_port()}"
+  peers = connected(2)
 
-  def restore(p: int) -> None:
-    peers = Peers.meet(address, 2, p, 60)
-    checkpoints = open_checkpoints(workdir, c, peers)
+  def restore(p: int):
+    checkpoints = open_checkpoints(workdir, c, peers[p])
     try:
-      found[p] = checkpoints.restore()
+      return checkpoints.restore()
     except ConfigError as error:
-      found[p] = error
-    peers.close()
+      return error
+    finally:
+      peers[p].close()
 
-  threads = [
-    threading.Thread(target=restore, args=(p,), name=f"process {p}", daemon=True)
-    for p in range(2)
-  ]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(60)
-  return found
+  found = at_once(restore, range(2))
+  return [found[0], found[1]]
 
 
 def test_two_processes_skip_a_checkpoint_that_neither_can_read(c, tmp_path):
@@ -317,10 +309,8 @@ def test_two_processes_skip_what_one_reads_wrongly(c, tmp_path, monkeypatch, cap
   monkeypatch.setattr(damage, "read_arrays", misread)
   found = restore_as_two(tmp_path, c)
   assert [x.step for x in found] == [10, 10]
-  assert (
-    capsys.readouterr().err.count("values of params/w are not those that were saved")
-    == 1
-  )
+  said = "values of params/w are not those that were saved"
+  assert capsys.readouterr().err.count(said) == 1
 
 
 @pytest.mark.parametrize("part", ["read_arrays", "read_record"])

@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from conftest import first_of, update
@@ -16,15 +17,8 @@ from diloco.interop.load import load
 from diloco.log import metrics
 
 
-def params(workdir):
-  import jax
-
-  return jax.tree.leaves(load(workdir).params)
-
-
 def assert_same_models(a: pathlib.Path, b: pathlib.Path):
-  for x, y in zip(params(a), params(b)):
-    np.testing.assert_array_equal(x, y)
+  jax.tree.map(np.testing.assert_array_equal, load(a).params, load(b).params)
 
 
 @pytest.fixture
@@ -64,14 +58,12 @@ def test_an_extended_run_resumes_exactly_with_fragments_in_flight(short, tmp_pat
   assert sends == sorted((4 + t, t % 4) for t in range(13))
   assert len(receives) == len(sends)
   # From step 11 on, one fragment arrives and one leaves at every step.
-  for step in (9, 11):
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    for later in range(step + 1, 17):
-      shutil.rmtree(tmp_path / "b" / "checkpoints" / str(later))
-    (tmp_path / "b" / "summary.json").unlink()
-    train.train(short, tmp_path / "b")
-    assert_same_models(tmp_path / "a", tmp_path / "b")
-    shutil.rmtree(tmp_path / "b")
+  shutil.copytree(tmp_path / "a", tmp_path / "b")
+  for later in range(12, 17):
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / str(later))
+  (tmp_path / "b" / "summary.json").unlink()
+  train.train(short, tmp_path / "b")
+  assert_same_models(tmp_path / "a", tmp_path / "b")
 
 
 def check(tiny, step=8, **fields) -> str:
@@ -161,24 +153,22 @@ def test_a_weight_decay_follows_any_number_of_steps(tiny, steps):
   assert "the weight decay changes" in said
 
 
-def test_fewer_steps_are_refused_without_the_fields_that_follow(tiny):
-  tiny.train.steps = 8
-  with pytest.raises(ConfigError, match=r"another config \(train.steps: 8 -> 7\);"):
-    check(tiny, **{"train.steps": 7})
-
-
 @pytest.mark.parametrize(
-  "fields",
+  ("fields", "told"),
   [
-    {"train.steps": 7},
-    {"train.steps": 16, "seed": 1},
-    {"train.steps": 16, "inner.decay_steps": 8, "inner.weight_decay": 0.3},
-    {"inner.decay_steps": 6},
+    # Without the fields that follow.
+    ({"train.steps": 7}, r"\(train.steps: 8 -> 7\);"),
+    ({"train.steps": 16, "seed": 1}, "seed: 0 -> 1"),
+    (
+      {"train.steps": 16, "inner.decay_steps": 8, "inner.weight_decay": 0.3},
+      "inner.weight_decay: ",
+    ),
+    ({"inner.decay_steps": 6}, "inner.decay_steps: 0 -> 6"),
   ],
 )
-def test_other_changes_are_refused(tiny, fields):
+def test_other_changes_are_refused(tiny, fields, told):
   tiny.train.steps = 8
-  with pytest.raises(ConfigError, match="made with another config"):
+  with pytest.raises(ConfigError, match=f"made with another config .*{told}"):
     check(tiny, **fields)
 
 
@@ -202,9 +192,8 @@ def test_a_changed_plugin_is_told_also_at_the_end(short, tmp_path, monkeypatch, 
   found = capsys.readouterr()
   assert said in found.err
   assert f"mixture      {said}" in found.out
-  # The checkpoint of step 6 knows of the change; that of step 2 was saved before it.
+  # The checkpoint of step 6 knows of the change.
   assert again_from(6, "# Another version.\n") == [said]
-  assert again_from(2, "# One version.\n") == []
 
 
 @pytest.mark.parametrize(
@@ -230,24 +219,19 @@ def test_only_a_diverged_run_goes_on_with_lower_rates(tiny, fields, diverged, al
     assert said.startswith("The run diverged; it goes on with inner") == allowed
 
 
-@pytest.mark.parametrize("to", ["sites", "device"])
-def test_a_run_may_change_to_another_transport_and_back(tiny, to):
+def test_a_run_may_change_to_another_transport_and_back(tiny):
   # Sites are a plug-in, which the transport loads with fields of its own.
   here = resolve(tiny)
   other = changed(here, {"overlap.transport": "sites"})
-  old, new = (here, other) if to == "sites" else (other, here)
-  assert resume.check(old.to_dict(), new, step=4) == ""
-  more = changed(other, {"sites.count": 1})
-  if to == "sites":
-    with pytest.raises(ConfigError, match=r"sites\.count: 0 -> 1"):
-      resume.check(other.to_dict(), more, step=4)
+  for old, new in ((here, other), (other, here)):
+    assert resume.check(old.to_dict(), new, step=4) == ""
+  with pytest.raises(ConfigError, match=r"sites\.count: 0 -> 1"):
+    resume.check(other.to_dict(), changed(other, {"sites.count": 1}), step=4)
 
 
 def test_a_former_field_is_told_by_its_new_form(tiny):
-  c = resolve(tiny)
-  saved = c.to_dict()
+  saved = resolve(tiny).to_dict()
   saved["wire"] = saved["wire"] | {"error_feedback": 0.9}
-  with pytest.raises(
-    ConfigError, match=r"wire\.error_feedback is 0\.9, but there is no"
-  ):
-    resume.check(saved, c, step=4)
+  message = r"of step 4 whose config cannot be used .* wire\.error_feedback is 0\.9,"
+  with pytest.raises(ConfigError, match=message):
+    resume.check(saved, resolve(tiny), step=4)
