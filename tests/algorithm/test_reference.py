@@ -225,29 +225,3 @@ def test_fragments_in_flight_at_the_end_are_received():
     params(), table(), fragments, T=8, **{**args, "tau": 0, "alpha": 1.0}
   )
   assert flat_equal(drained.outer, at_once.outer)
-
-
-def test_sent_gradients_are_quantised_and_their_mean_is_not():
-  """Decode first, then average: the mean of two codes is mostly no code."""
-  u = {m: params((9, m)) for m in range(2)}
-  start = params()
-  run = ref.simulate(
-    start,
-    ref.increments(lambda m, t: u[m]),
-    ref.make_fragments(4, 1, "whole"),
-    T=1,
-    H=1,
-    M=2,
-    outer=ref.sgd(1.0),
-    compress=ref.quantised(3),
-  )
-  for key, value in ref.split(run.outer).items():
-    decoded = [
-      ref.block_quantise(-ref.split(u[m])[key].ravel(), 3).reshape(value.shape)
-      for m in range(2)
-    ]
-    np.testing.assert_array_equal(
-      value, ref.split(start)[key] - (decoded[0] + decoded[1]) / 2
-    )
-  # w: 4 layers of 6 values, b: 4 of 3, out: 4, twin: 8; blocks of 3.
-  assert run.payload == [4 * (3 + 2) + 4 * (2 + 1) + (2 + 2) + (4 + 3)]
