@@ -2,6 +2,7 @@
 
 import csv
 import pathlib
+import re
 import statistics
 
 import pytest
@@ -47,6 +48,32 @@ def best_runs(size):
   plain = {seed: losses["data-parallel", seed] for seed in SEEDS}
   above = {key: 100 * (loss / plain[key[1]] - 1) for key, loss in losses.items()}
   return losses, sent, above
+
+
+@pytest.mark.parametrize(
+  ("size", "title", "cases"),
+  [
+    ("1M", "## At equal bytes", 6),
+    ("270k", "### At 0.27M", 9),
+  ],
+)
+def test_the_page_says_what_the_runs_say(size, title, cases):
+  losses, sent, above = best_runs(size)
+  page = (ROOT / "docs" / "gap.md").read_text()
+  page = page.partition(title)[2].partition("\n##")[0]
+  assert len(sent) == cases
+  for case in sent.keys() - {"data-parallel"}:
+    line = next(line for line in page.splitlines() if line.startswith(f"| {case}"))
+    *_, loss, more, bytes_per_token, _, _ = line.replace("**", "").split("|")
+    told = [above[case, seed] for seed in SEEDS]
+    mean, deviation = map(float, re.findall(r"-?[\d.]+", more))
+    assert mean == pytest.approx(statistics.mean(told), abs=0.006)
+    assert deviation == pytest.approx(statistics.stdev(told), abs=0.006)
+    mean, _ = map(float, re.findall(r"[\d.]+", loss))
+    assert mean == pytest.approx(
+      statistics.mean(losses[case, seed] for seed in SEEDS), abs=6e-4
+    )
+    assert float(bytes_per_token) == pytest.approx(sent[case], abs=0.5)
 
 
 @pytest.mark.parametrize(
