@@ -72,6 +72,9 @@ def test_the_records_tell_the_same_after_a_resume(run, tiny):
   updates = [(t + 2, p) for t, p in sends]
   assert place("send", "replica_drift_by_layer") == sends
   assert place("receive", "outer_update_norm_by_layer") == updates
+  for record in (r for r in found["receive"] if "outer_update_norm_by_layer" in r):
+    whole = np.linalg.norm(record["outer_update_norm_by_layer"])
+    assert record["outer_update_norm"] == pytest.approx(whole, rel=1e-4)
   # The fragment in flight after the last step changes no further loss.
   assert place("merge", "loss_before_merge") == updates[:-1]
   tokens = make_eval_set(c).tokens.reshape(-1, c.model.seq_len)[0]
