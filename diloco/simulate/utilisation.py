@@ -77,7 +77,7 @@ class Workload:
     sync_every: H; data-parallel ignores it.
     fragment_size, pattern: as in `diloco.spec.schedule`; only for streaming.
     tau: inner steps that hide a reduction; only for streaming.
-    bits: bits per value on the link.
+    bits: bits per value on the link; a plug-in may send each value often.
     latency: seconds added to every reduction.
     plan: a schedule, and the layers of each fragment. None: the plan of the method.
     exchange: gather, or psum (all-reduces outer gradients).
@@ -95,7 +95,7 @@ class Workload:
   fragment_size: int = 3
   pattern: str = "strided"
   tau: int = 0
-  bits: Annotated[float, Range(0, 64, open=True)] = 16
+  bits: Annotated[float, Range(0, 10**6, open=True)] = 16
   latency: NonNegative = 0.0
   plan: Plan | None = None
   exchange: str = "gather"

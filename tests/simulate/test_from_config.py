@@ -61,7 +61,8 @@ def test_averages_add_the_bits_of_a_round(tiny):
   assert more == pytest.approx(32 / 3 + 32 / 6)
   add_plugins(tiny, "sparta")
   tiny.sparta.share = 1.0
-  assert from_config.wire_bits(resolve(tiny)) - base - more == pytest.approx(4 * 32)
+  work = from_config.workload(resolve(tiny), 1.0)
+  assert work.bits - base - more == pytest.approx(4 * 32)
 
 
 @pytest.mark.parametrize(("every", "hidden"), [(1, 1), (2, 2), (5, 3)])

@@ -133,7 +133,7 @@ def test_table_6(monkeypatch):
     ({"fragment_size": 25}, "fragments.size is 25, but the model has 24 layers"),
     ({"method": "ring"}, "method is 'ring', but must be one of data_parallel"),
     ({"link": "tcp"}, "link is 'tcp', but must be one of ideal, nccl, gloo"),
-    ({"bits": 0}, "bits is 0, but must be above 0 and at most 64"),
+    ({"bits": 0}, "bits is 0, but must be above 0 and at most 1000000"),
     ({"latency": math.nan}, "latency is nan, but must be at least 0"),
   ],
 )
