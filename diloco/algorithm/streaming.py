@@ -242,8 +242,13 @@ class Streaming:
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
+    return self._sync_bytes[p]
+
+  @functools.cached_property
+  def _sync_bytes(self) -> list[int]:  # Every send asks.
     fsdp = self.mesh.shape[FSDP]
-    return sizes.sync_bytes(self.wire, self.replicas, self.shapes[p], fsdp)
+    count = functools.partial(sizes.sync_bytes, self.wire, self.replicas)
+    return [count(part, fsdp) for part in self.shapes]
 
   def payload(self, p: int, fsdp: int | None = None) -> jax.ShapeDtypeStruct:
     """Describes the shape and sharding of fragment p's encoded payload.
