@@ -11,6 +11,8 @@ import pathlib
 import re
 import subprocess
 import sys
+import venv
+import zipfile
 
 import jax
 import pytest
@@ -111,6 +113,26 @@ def test_without_a_wheel_the_first_cell_says_what_to_do(monkeypatch, tmp_path):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(SystemExit, match="Upload a wheel of diloco beside this noteb"):
     exec(re.sub('REPOSITORY = ".*?"', 'REPOSITORY = ""', code("quickstart")[0]), {})
+
+
+@pytest.mark.integration("makes an environment and installs a wheel there")
+def test_the_first_cell_installs_a_real_wheel(tmp_path):
+  """Without the dependencies, which would be downloaded."""
+  wheel = tmp_path / "diloco-0.1.0-py3-none-any.whl"
+  with zipfile.ZipFile(wheel, "w") as file:
+    file.writestr("diloco/__init__.py", "")
+    file.writestr(
+      "diloco-0.1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any"
+    )
+    about = "Metadata-Version: 2.1\nName: diloco\nVersion: 0.1.0\n"
+    file.writestr("diloco-0.1.0.dist-info/METADATA", about)
+    file.writestr("diloco-0.1.0.dist-info/RECORD", "")
+  venv.create(tmp_path / "env", with_pip=True)
+  (tmp_path / "cell.py").write_text(code(NAMES[0])[0] + "\nimport diloco\n")
+  env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+  env |= {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"}
+  command = [tmp_path / "env" / "bin" / "python", "cell.py"]
+  subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=300)
 
 
 def run(name: str, cells: slice = slice(None), **smaller: str) -> dict:

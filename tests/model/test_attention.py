@@ -1,6 +1,6 @@
 """Which attention a device gets, and the sentences that refuse one.
 
-tests/mesh/test_mesh.py compares values and gradients with NumPy on several devices.
+tests/mesh/test_layouts.py compares values and gradients with NumPy on several devices.
 """
 
 import dataclasses
