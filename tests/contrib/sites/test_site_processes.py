@@ -11,11 +11,10 @@ import jax
 import numpy as np
 import pytest
 import running
+from fault_audit import closed_rounds
 
-from diloco.contrib.sites.group.journal import FOLDER, history
-from diloco.contrib.sites.group.records import read, unpack
+from diloco.contrib.sites.group.records import unpack
 from diloco.interop.load import load
-from diloco.util.storage import Folder
 
 ROOT = pathlib.Path(__file__).parents[3]
 LONG = 900  # Seconds after which a test gives up.
@@ -56,10 +55,7 @@ class Run:
 
   def rounds(self) -> list[dict]:
     """Returns the headers of all closed rounds."""
-    storage = Folder(self.group)
-    kept = (read(storage, f"{FOLDER}/{name}") for name in storage.names(FOLDER))
-    found = history(storage) | {head["round"]: head for head, _ in filter(None, kept)}
-    return [found[r] for r in sorted(found)]
+    return closed_rounds(self.group)
 
   def assert_same_bits(self, *names: int | str) -> None:
     first, *others = [load(self.folder / str(name)).params for name in names]

@@ -6,6 +6,7 @@ there takes it as it is. Each snapshot of the outer state deletes old rounds; it
 """
 
 import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -134,7 +135,8 @@ class Journal:
       self.headers.pop(number, None)
 
   def _note(self, closed: Closed) -> None:
-    self.headers[closed.round] = header_of(closed)
+    # As if it was read from a file: the keys of sites are strings in all headers.
+    self.headers[closed.round] = json.loads(json.dumps(header_of(closed)))
     self._recent[closed.round] = closed
     self._recent.pop(closed.round - _RECENT, None)
     self.data |= closed.data
