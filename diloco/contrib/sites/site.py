@@ -297,8 +297,21 @@ class Site(Method):
       )
 
   def _send(self, t: int, p: int, state: TrainState) -> TrainState:
+    """Lines 7 and 8; the outer step of the round waits for the group in the background.
+
+    That of a round that this site does not send begins here, too: the thread takes the
+    rounds in their order, and none waits for a later one.
+    """
+    number = self._calendar.number[t, p]
+    state = self._payload(t, p, number, state)
+    if number >= self._applied:
+      job = functools.partial(self._outer_step, number)
+      self._jobs.start(number, job, state.outer.theta[p], state.outer.opt_state[p])
+    return state
+
+  def _payload(self, t: int, p: int, number: int, state: TrainState) -> TrainState:
     """Lines 7 and 8; nothing if the round is closed or the site just began again."""
-    sync, outer, number = self.sync, state.outer, self._calendar.number[t, p]
+    sync, outer = self.sync, state.outer
     if self._restored_at == t:
       return state
     if number < self._link.newest()[0]:
@@ -322,8 +335,6 @@ class Site(Method):
     fields = {"tokens": steps * per_step, "per_step": per_step, "data": position}
     self._link.send(number, data, fields)
     self._pending[number] = before
-    job = functools.partial(self._outer_step, number)
-    self._jobs.start(number, job, outer.theta[p], outer.opt_state[p])
     self._events.append(Event("send", p, t, len(data) // sync.replicas, metrics))
     return _with_codec_state(state, p, codec_state)
 
@@ -370,9 +381,10 @@ class Site(Method):
     """Lines 10 and 11 with one closed round."""
     p, outer = self._calendar.rounds[number][1], state.outer
     job = functools.partial(self._outer_step, number)
-    closed, (theta, opt_state, metrics) = self._jobs.finish(
+    closed, digest, (theta, opt_state, metrics) = self._jobs.finish(
       number, job, outer.theta[p], outer.opt_state[p]
     )
+    self._link.applied(number, digest)
     self._applied = number + 1
     self._account["rounds"] += 1
     counted, sent = self.part.index in closed.tokens, number in self._pending
@@ -400,13 +412,12 @@ class Site(Method):
 
   def _outer_step(
     self, number: int, theta: PyTree, opt_state: PyTree
-  ) -> tuple[Closed, tuple[PyTree, PyTree, Metrics]]:
-    """Waits for a closed round, and runs its outer step."""
+  ) -> tuple[Closed, int, tuple[PyTree, PyTree, Metrics]]:
+    """Waits for a closed round, and runs its outer step; returns a digest, too."""
     self._link.wait_until(number, lambda: False)
     closed, sync = self._link.closed(number), self.sync
     found = outer_state.apply(sync, self._calendar, closed, theta, opt_state)
-    self._link.applied(number, outer_state.digest(*found[:2]))
-    return closed, found
+    return closed, outer_state.digest(*found[:2]), found
 
   def _miss(self, t: int) -> None:
     """Counts a round that closed without this site; the next ones may wait again."""

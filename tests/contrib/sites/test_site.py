@@ -1,6 +1,8 @@
 """A site's part of Algorithm 2 with a link that does as it is told."""
 
 import dataclasses
+import threading
+import time
 import types
 
 import jax
@@ -54,11 +56,16 @@ class Link:
     assert number < forgotten + self.calendar.room, "a link waits for room"
     while self.published and number >= self.newest()[0]:
       self.rounds.append(self.published.pop(0))
+    in_thread = threading.current_thread() is not threading.main_thread()
+    for _ in range(1000 if in_thread else 0):  # The main thread closes the round.
+      if number < self.newest()[0]:
+        break
+      time.sleep(0.01)
     assert stopping() or number < self.newest()[0], f"round {number} never closes"
     return number < self.newest()[0]
 
   def closed(self, number):
-    self.forgotten = number + 1
+    assert number >= self.forgotten
     return self.rounds[number - self.base]
 
   def welcome(self):
@@ -70,7 +77,8 @@ class Link:
     return received, received + len(self.published)
 
   def applied(self, number, digest):
-    self.noted = number, digest
+    assert number == max(self.forgotten, self.base), "the order of the rounds"
+    self.noted, self.forgotten = (number, digest), number + 1
 
   def offer(self, applied, make):
     self.offered.append((applied, make()[0]))
@@ -99,7 +107,7 @@ class Batches:
 class Player:
   """Site 0 of two, whose inner steps make all parameters a little larger."""
 
-  def __init__(self, **fields):
+  def __init__(self, processes=2, **fields):
     c = get_config()
     c.overlap.transport = "sites"
     update(c, fields)
@@ -109,7 +117,9 @@ class Player:
     self.state = method.init()
     self.link, self.batches, self.ending = Link(self.calendar), Batches(), False
     # With other processes, a site waits for a round when it is due, in no thread.
-    peers = types.SimpleNamespace(index=0, count=2, all_gather=lambda value: [value])
+    peers = types.SimpleNamespace(
+      index=0, count=processes, all_gather=lambda value: [value]
+    )
     part = SitePart(as_all(self.calendar.config), 0, self.link, peers)
     stop = types.SimpleNamespace(received=lambda: self.ending)
     self.site = part.method(method, self.batches, stop)
@@ -136,8 +146,8 @@ class Player:
     return tuple(found[name] for name in names)
 
   def other(self):
-    """Returns a payload of the other site."""
-    size = self.calendar.payload_bytes(0)
+    """Returns a payload of the other site for the next round."""
+    size = self.calendar.payload_bytes(self.link.newest()[0])
     return np.zeros(size, np.uint8).tobytes()
 
   def count(self, number, **tokens):
@@ -272,6 +282,22 @@ def test_a_site_that_missed_a_round_sends_nothing_and_leaves_out_one_step():
   player.step()
   assert list(player.link.sent) == [1]
   assert player.link.sent[1][1]["tokens"] == 2 * 4 * 16
+
+
+def test_a_missed_round_does_not_wait_for_a_later_one_that_is_in_flight():
+  fields = {"fragments.pattern": "strided", "fragments.size": 1, "overlap.tau": 5}
+  player = Player(processes=1, **fields, **{"sync_every": 6}).enter()
+  sends = [t for t, _ in player.calendar.rounds]
+  player.steps(sends[1] - 1)
+  player.count(0)
+  player.miss()
+  player.steps(sends[2] - player.t)
+  assert list(player.link.sent) == [0, 2]
+  player.steps(sends[1] + 5 - player.t)  # Round 2 is still open.
+  assert player.received() == [(0, 2, 1), (1, 1, 0)]
+  player.count(2)
+  player.steps(sends[2] + 5 - player.t)
+  assert player.received()[2:] == [(2, 2, 1)]
 
 
 FEEDBACK = {

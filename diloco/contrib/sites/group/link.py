@@ -152,9 +152,8 @@ class Link:
     return number < self._next
 
   def closed(self, number: int) -> Closed:
-    """Returns a closed round, and forgets those before."""
+    """Returns a closed round that is not applied."""
     with self._changed:
-      self._closed = {r: x for r, x in self._closed.items() if r >= number}
       return self._closed[number]
 
   def welcome(self) -> Welcome | None:
@@ -176,9 +175,10 @@ class Link:
     return [k for k, own in shards.items() if not known >= {*own}]
 
   def applied(self, number: int, digest: int) -> None:
-    """Records the digest of a fragment's outer state after a round."""
+    """Forgets a round; records the digest of its fragment's outer state after it."""
     p = self._calendar.rounds[number][1]
     with self._changed:
+      self._closed = {r: x for r, x in self._closed.items() if r > number}
       if before := self._digests.get(number):
         self._digests[number + 1] = [*before[:p], digest, *before[p + 1 :]]
         for old in [r for r in self._digests if r < number - _KEPT]:
@@ -366,8 +366,8 @@ class Link:
     await asyncio.to_thread(self._journal.advance)
     if self._journal.closed < self._journal.first:
       await self._skip()  # This site was away for so long that rounds are gone.
-    # One that the site has taken, and those before a snapshot, need no room.
-    held = lambda: sum(r >= self._first for r in self._closed) - 1
+    # Those before a snapshot need no room.
+    held = lambda: sum(r >= self._first for r in self._closed)
     while self._next < self._journal.closed and held() < self._calendar.room:
       closed = await asyncio.to_thread(self._journal.find, self._next)
       if closed:
