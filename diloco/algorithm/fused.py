@@ -47,8 +47,7 @@ def _most(mesh: Mesh) -> int:
 
 def can_send(wire: WireConfig, mesh: Mesh) -> bool:
   """Says whether `send` supports the compressor: it has no random numbers or state."""
-  plain = wire.compressor == "quantize" and wire.rounding == "nearest"
-  return plain and _can_decode(wire, mesh)
+  return wire.compressor == "quantize" and _can_decode(wire, mesh)
 
 
 def can_update(wire: WireConfig, outer: Outer, mesh: Mesh) -> bool:

@@ -12,7 +12,6 @@ DILOCO = ("streaming", "diloco")
 DEVICE = ("device",)
 OFF = (0,)  # 0 and False both mean off.
 ON_DEVICES = {"overlap.transport": DEVICE}
-NEAREST = {"wire.rounding": ("nearest",)}
 
 RULES = (
   Rule(
@@ -21,7 +20,6 @@ RULES = (
     "where devices add up what replicas send",
     ON_DEVICES | {"outer.average": ("mean",)},
   ),
-  Rule("wire.format", "bf16", "which casts to nearest", NEAREST),
 )
 
 
@@ -120,10 +118,5 @@ def _effects_on_syncs(c: Config) -> dict[str, tuple[bool, str]]:
     "wire.density": (
       compressor == "quantize",
       "wire.compressor is quantize, which sends all values",
-    ),
-    "wire.rounding": (
-      # A compressor that you registered may use any field of `wire`.
-      c.wire.format == "fp32" and compressor in sizes.BUILT_IN,
-      "wire.format is fp32, whose values are not rounded",
     ),
   }

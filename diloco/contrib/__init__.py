@@ -26,8 +26,8 @@ DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, 
 """
 
 # Fields that became choices or fields of plug-ins: {former field: (its default, the
-# field now, an example of its value)}. If the plug-in was removed, (its default, "",
-# the plug-in). A saved config may contain that default.
+# field now, an example of its value)}. If it was removed, (its default, "", the name in
+# `plugins.REMOVED`). A saved config may contain that default.
 MOVED = {
   "log.diagnostics_every": (0, "diagnostics.every", 4),
   "model.head_dim": (0, "qwen3.head_dim", 128),
@@ -41,5 +41,6 @@ MOVED = {
   "outer.final_momentum": (-1.0, "", "falling"),
   "outer.restart_every": (0, "", "restarted"),
   "wire.chunk": (0, "wire.compressor", "chunked_topk(chunk=4096)"),
+  "wire.rounding": ("nearest", "", "stochastic"),
   "wire.error_feedback": (0, "wire.compressor", "error_feedback(beta=1, of='topk')"),
 }

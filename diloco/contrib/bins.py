@@ -14,20 +14,16 @@ which is one output of a matrix (torch stores (out, in)); here to a block of
 `wire.block_size` values, and a row is one input (docs/methods.md has the effect). What
 the authors report of 2 bits with error feedback is in `error_feedback.py`.
 
-Values are always rounded to the nearest bin.
-
 Letters: N layers of S values; per layer K blocks of B.
 """
 
-import dataclasses
 from functools import partial
 
 import jax.numpy as jnp
 from jax import Array
 
-from diloco.config.combinations import NEAREST
 from diloco.spec import plugins
-from diloco.spec.plugins import BlockFormat, Rule
+from diloco.spec.plugins import BlockFormat
 from diloco.wire.compressors import from_bytes, to_bytes
 
 # Standard deviations from the first to the last bin; the authors' choice.
@@ -68,17 +64,6 @@ def decode(bits: int, bin_NxKxB: Array, tables: Array) -> Array:
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class Bins(plugins.Extension):
-  """Bins have no fields of their own; wire.format chooses them."""
-
-  rules = tuple(
-    Rule("wire.format", f"bins{bits}", "whose bins are decoded to means", NEAREST)
-    for bits in (2, 3, 4)
-  )
-
-
-plugins.register("fields", "bins", Bins)
 for bits in (2, 3, 4):
   block = BlockFormat(
     bits,

@@ -10,11 +10,8 @@ SparseLoCo cuts matrices into tiles. It adds error feedback and sends 2 bits per
 (tplr-ai/templar).
 """
 
-import dataclasses
-
 from jax import Array
 
-from diloco.config import Config
 from diloco.spec import plugins, sizes
 from diloco.spec.fields import WireConfig
 from diloco.spec.plugins import Compressor
@@ -57,15 +54,4 @@ def chunked_topk(chunk: int) -> Compressor:
   return Compressor(encode, decode, size)
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkedTopk(plugins.Extension):
-  """Chunked top-k has no fields of its own; wire.compressor chooses it."""
-
-  def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
-    chosen = sizes.coder(c.wire.compressor) == "chunked_topk"
-    reason = "wire.format is fp32, whose values are not rounded"
-    return {"wire.rounding": (chosen and c.wire.format == "fp32", reason)}
-
-
 plugins.register("wire.compressor", "chunked_topk", chunked_topk)
-plugins.register("fields", "chunked_topk", ChunkedTopk)

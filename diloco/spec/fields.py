@@ -137,8 +137,6 @@ class WireConfig:
   # If fsdp shards a tensor, each shard is coded like a separate tensor: no block spans
   # two shards, and topk and random choose within a shard.
   block_size: Annotated[int, Range(-1, LARGEST)] = 128
-  # How a value is rounded to the format. The paper does not specify this.
-  rounding: Literal["nearest", "stochastic"] = "nearest"
   # Share of the values that topk, random and dare send.
   density: Annotated[float, Range(0, 1, open=True)] = 0.1
   # gather: all-gathers packed codes, decodes them, and averages the values in float32.
@@ -403,7 +401,7 @@ class Config(Extended):
   # Plug-ins: methods of later papers by name, such as sparta (docs/methods.md), or your
   # own modules. They add fields, compressors, models and more (docs/design.md).
   plugins: tuple[str, ...] = ()
-  # Seed of the initial parameters, the order of the data and stochastic rounding.
+  # Seed of the initial parameters, the order of the data and random compressors.
   seed: Count = 0
 
   fragments: FragmentsConfig = FragmentsConfig()

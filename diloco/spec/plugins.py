@@ -31,9 +31,10 @@ CONTRIB = "diloco.contrib"
 # The folder in a run's folder with the files of its plug-ins.
 KEPT = "plugins"
 _FILE = ".py"
-# Plug-ins that the package no longer has; revision e367008 is the last that has them.
+# Plug-ins and choices that the package no longer has, but revision e367008 has.
 REMOVED = {
   *("delayed_nesterov", "eager", "falling", "gpa", "noloco", "radial", "restarted"),
+  "stochastic",
 }
 
 
@@ -457,7 +458,7 @@ def hint(name: str) -> str:
   """
   name = re.split(r"[.(]", name)[0]
   if name in REMOVED:
-    return f"; {name} was removed: the last revision that has it is e367008"
+    return f"; {name} was removed; revision e367008 still has it"
   plugin = name if name in contrib() else name.rstrip("0123456789")
   if plugin not in contrib():
     return ""

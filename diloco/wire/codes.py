@@ -53,31 +53,23 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def scale_exponents(
-  fmt: Format, amax: jax.Array, stochastic: bool = False
-) -> jax.Array:
+def scale_exponents(fmt: Format, amax: jax.Array) -> jax.Array:
   """Returns the shared exponent k of each block, from its largest magnitude.
 
-  Nearest rounding: the smallest k for which amax / 2^k rounds to a value of the format
-  without saturating. Stochastic rounding: the smallest k for which amax / 2^k does not
-  exceed the largest value, so that rounding stays unbiased. In both cases k is large
-  enough that no decoded value is a subnormal float32.
+  k is the smallest for which amax / 2^k rounds to a value of the format without
+  saturating, and so large that no decoded value is a subnormal float32.
 
   Args:
     amax: float32, non-negative and finite.
-    stochastic: whether values are rounded stochastically.
 
   Returns:
     int32, like amax.
   """
   top_exponent = (fmt.max_code >> fmt.mantissa_bits) - fmt.bias
-  if stochastic:
-    limit, inclusive = fmt.max_value, True
-  else:
-    # The middle between the largest value and the next one, if the format had one. Ties
-    # go to the even code: a tie stays in range only if the largest code is even.
-    limit = fmt.max_value + 2.0 ** (top_exponent - fmt.mantissa_bits - 1)
-    inclusive = fmt.max_code % 2 == 0
+  # The middle between the largest value and the next one, if the format had one. Ties
+  # go to the even code: a tie stays in range only if the largest code is even.
+  limit = fmt.max_value + 2.0 ** (top_exponent - fmt.mantissa_bits - 1)
+  inclusive = fmt.max_code % 2 == 0
   limit_bits = int(np.float32(limit).view(np.int32))
   # bits + lacking carries into the exponent exactly if the fraction of amax is above
   # that of the limit (or equal to it, if the limit is not inclusive).
@@ -88,10 +80,8 @@ def scale_exponents(
   return jnp.clip(k, lowest, min(127, 127 - top_exponent))
 
 
-def encode(
-  fmt: Format, x: jax.Array, k: jax.Array, random_bits: jax.Array | None = None
-) -> jax.Array:
-  """Rounds x / 2^k to codes: to nearest with ties to the even code, or stochastically.
+def encode(fmt: Format, x: jax.Array, k: jax.Array) -> jax.Array:
+  """Rounds x / 2^k to the nearest code; ties go to the even code.
 
   Between two neighbouring codes the value is linear in the bits of a float. So rounding
   the shifted bits rounds the value.
@@ -99,14 +89,13 @@ def encode(
   Args:
     x: float32, finite.
     k: int32 scale exponents from `scale_exponents`, broadcastable to x.
-    random_bits: uint32 like x for stochastic rounding; None rounds to nearest.
 
   Returns:
     uint8 codes; the sign bit is above the bits of the magnitude.
   """
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   sign = jax.lax.shift_right_logical(bits, 31) << (fmt.bits - 1)
-  if not fmt.mantissa_bits and random_bits is None:
+  if not fmt.mantissa_bits:
     return (_nearest_power(fmt, bits & 0x7FFFFFFF, k) | sign).astype(jnp.uint8)
   field, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
   # |x| = mantissa * 2^(field - 150); a subnormal x has no hidden bit.
@@ -114,20 +103,15 @@ def encode(
   # From here on, `field` is the exponent field of the result.
   field = jnp.maximum(field, 1) - 127 - k + fmt.bias
   # Number of mantissa bits to drop; a subnormal result (field < 1) drops more.
-  depth = 23 - fmt.mantissa_bits + jnp.maximum(1 - field, 0)
-  drop = jnp.minimum(depth, 26)  # From 24 on, `kept` is 0.
+  drop = 23 - fmt.mantissa_bits + jnp.maximum(1 - field, 0)
+  drop = jnp.minimum(drop, 26)  # From 24 on, `kept` is 0.
   kept = mantissa >> drop
   rest = mantissa - (kept << drop)
   # Codes with exponent field e start at e << Y; the hidden bit in `kept` adds one to e.
   field = jnp.minimum(jnp.maximum(field - 1, 0), 1 << fmt.exponent_bits)
   code = (field << fmt.mantissa_bits) + kept
-  if random_bits is None:
-    half = 1 << (drop - 1)
-    up = (rest > half) | ((rest == half) & (code & 1 == 1))
-  else:
-    # Rounds up with probability rest / 2^depth, in units of 2^-26.
-    threshold = (random_bits >> 6).astype(jnp.int32) >> (26 - drop)
-    up = threshold < rest >> jnp.minimum(depth - drop, 31)
+  half = 1 << (drop - 1)
+  up = (rest > half) | ((rest == half) & (code & 1 == 1))
   code = jnp.minimum(code + up, fmt.max_code)
   return (code | sign).astype(jnp.uint8)
 

@@ -40,7 +40,7 @@ def quantize(
   block = sizes.block_length(wire, s, row)
   x_NxKxB = blocks(x_NxS, block)
   own = plugins.NAMES["wire.format"].get(wire.format)
-  codes, tail = own.encode(x_NxKxB, s) if own else _scaled(wire, x_NxKxB, key)
+  codes, tail = own.encode(x_NxKxB, s) if own else _scaled(wire, x_NxKxB)
   # Barrier: without it XLA for TPU recomputes the codes for every bit plane.
   codes = jax.lax.optimization_barrier(codes)
   if s % block:
@@ -64,14 +64,13 @@ def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> A
   return x.reshape(n, -1)[:, :s]
 
 
-def _scaled(wire: WireConfig, x_NxKxB: Array, key: Array) -> tuple[Array, Array]:
+def _scaled(wire: WireConfig, x_NxKxB: Array) -> tuple[Array, Array]:
   """Codes blocks as eXmY; returns the codes, and a scale uint8 of each block."""
-  fmt, stochastic = formats.parse_format(wire.format), wire.rounding == "stochastic"
+  fmt = formats.parse_format(wire.format)
   amax_NxK = codes_lib.largest_magnitude(x_NxKxB)
   finite_NxK = jnp.isfinite(amax_NxK)
-  k_NxK = codes_lib.scale_exponents(fmt, jnp.where(finite_NxK, amax_NxK, 0), stochastic)
-  noise = jax.random.bits(key, x_NxKxB.shape) if stochastic else None
-  codes = codes_lib.encode(fmt, x_NxKxB, k_NxK[..., None], noise)
+  k_NxK = codes_lib.scale_exponents(fmt, jnp.where(finite_NxK, amax_NxK, 0))
+  codes = codes_lib.encode(fmt, x_NxKxB, k_NxK[..., None])
   scales = jnp.where(finite_NxK, k_NxK + codes_lib.SCALE_BIAS, codes_lib.NAN_SCALE)
   return codes, scales.astype(jnp.uint8).reshape(-1)
 
@@ -135,7 +134,7 @@ def random(
   kept_NxK = jnp.take_along_axis(x_NxS, _subset(seed, n, s, k), axis=-1)
   if rescale:
     kept_NxK = kept_NxK * (s / k)
-  code, state = quantize(wire, kept_NxK, state, row, jax.random.fold_in(key, 1))
+  code, state = quantize(wire, kept_NxK, state, row, key)
   return jnp.concatenate([to_bytes(seed), code]), state
 
 

@@ -76,7 +76,6 @@ def outer_steps(c, lines_7_8, lines_10_11) -> tuple:
     {"model.param_dtype": "bfloat16", "outer.optimizer": "sgd(momentum=0.5)"},
     # These send whole tensors, and decode piece by piece.
     FEEDBACK,
-    {"wire.rounding": "stochastic"},
   ],
 )
 def test_pieces_give_the_same_bytes_and_parameters(fields, monkeypatch):
@@ -86,8 +85,7 @@ def test_pieces_give_the_same_bytes_and_parameters(fields, monkeypatch):
   assert cut(c.wire, 1 << 10, c.replicas, n, d, f).pieces > 1
   lines_7_8, lines_10_11 = lines_of(c)
   assert lines_10_11 is fused.update_in_place
-  whole = c.plugins or c.wire.rounding == "stochastic"
-  assert lines_7_8 is (outer.send if whole else fused.send)
+  assert lines_7_8 is (outer.send if c.plugins else fused.send)
   found, metrics = outer_steps(c, lines_7_8, lines_10_11)
   expected, numbers = outer_steps(c, outer.send, outer.update)
   jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -136,7 +136,7 @@ def test_no_two_sends_share_a_key():
 
 
 def test_each_replica_and_step_draws_numbers_of_its_own():
-  wire = {"wire.format": "e3m0", "wire.rounding": "stochastic"}
+  wire = {"wire.format": "e3m0", "wire.compressor": "random"}
   c = make_config(**{"replicas": 4, "fragments.pattern": "whole", **wire})
   theta = jax.tree.map(jnp.float32, random_tree(np.random.default_rng(8)))
   sync = make_sync(c, theta)

@@ -31,7 +31,7 @@ NUMBERS = (-(2**63), -2, -1, 0, 1, 2, 3, 4, 5, 8, 16, 2**31 - 1, 2**31, 2**40, 1
 FRACTIONS = (-1.0, -1e-9, 0.0, 1e-300, 1e-9, 0.1, 0.5, 0.999, 1.0, 1.5, 1e9, 1e300)
 WORDS = """0 - none auto fp32 bf16 e3m0 e4m3 e2m1 bins2 float32 bfloat16 gather psum
 host device first whole streaming diloco data_parallel sequential topk random dare
-stochastic schedule rate sgd lion adamw(b1=2) sgd(momentum='x' muon adam() sotu
+schedule rate sgd lion adamw(b1=2) sgd(momentum='x' muon adam() sotu
 files:/none/* arrays:/none tfds:none:1.0 ä hellaswag
 ../x /dev/null (1,2) (1,2, nan
 inf True"""

@@ -66,7 +66,7 @@ def synchronised(m: int, transport: str, **wire):
 @pytest.mark.parametrize(
   ("m", "transport", "wire"),
   [
-    (2, "device", {"format": "e3m0", "rounding": "stochastic"}),
+    (2, "device", {"compressor": "random", "format": "e3m0", "density": 0.5}),
     (2, "host", {"format": "e3m0"}),
     (2, "device", {"format": "fp32", "exchange": "psum"}),
     (1, "device", {"format": "fp32"}),

@@ -31,7 +31,7 @@ def pair():
 
 @pytest.mark.parametrize(
   ("field", "value"),
-  [("seed", 7), ("checkpoint.every", 4), ("wire.rounding", "stochastic")],
+  [("seed", 7), ("checkpoint.every", 4), ("wire.compressor", "random")],
 )
 def test_another_value_of_a_field_is_refused_on_all_processes(field, value, pair):
   configs = [conftest.tiny_config() for _ in range(2)]

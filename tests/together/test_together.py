@@ -32,7 +32,7 @@ def make_config(algorithm: str, seed: int, outer: float, momentum: float, inner:
   c.eval.every, c.sync_every = 4, 3
   c.outer.final_sync = True
   if algorithm == "streaming":
-    c.wire.rounding = "stochastic"
+    c.wire.compressor = "random"
     add_plugins(c, "sparta", "des_loc", "diagnostics")
     c.sparta.share, c.sparta.every, c.des_loc.first_every = 0.02, 2, 3
     c.diagnostics.every = 2

@@ -20,7 +20,7 @@ MORE = [*FEW, [(2, 1), (2, 2)], [(1, 4), (2, 1)]]
   [
     (FEW, [{}]),
     pytest.param(
-      *(MORE, [{"wire.rounding": "stochastic"}, {"wire.compressor": "topk"}, FEEDBACK]),
+      *(MORE, [{"wire.compressor": "random"}, {"wire.compressor": "topk"}, FEEDBACK]),
       marks=pytest.mark.slow("compiles for long"),
     ),
   ],
