@@ -1,14 +1,16 @@
-"""The ablations of both papers, small or at the papers' scale (docs/ablations.md).
+"""Sweeps for both papers' ablations, small or at the papers' scale (docs/ablations.md).
 
   python -m diloco sweep --sweep=ablations:tau --results=runs/a --parallel=2 --cores=1
   python -m diloco sweep --sweep=ablations:tau,seeds=3 --results=runs/a --parallel=2 ...
   python -m diloco sweep --sweep=ablations:tau,scale=paper --results=/shared/tau ...
 
-The argument is a name of ABLATIONS, and after it any of scale (small or paper), seeds,
-size (paper: of configs/streaming.py or chinchilla.py) and text (small: data.source).
+The argument is a name of ABLATIONS, then any of scale (small or paper), seeds, size
+(with scale=paper: a size of configs/streaming.py or chinchilla.py) and text (with
+scale=small: a data.source).
 
-Small runs train 0.14M parameters on 0.9M tokens, about 45 s on a CPU core. The sweep
-chooses by the first held-out tokens, 65,536 or 4M; table and figure report the next.
+A small run trains 0.14M parameters on 0.9M tokens in about 45 s on a CPU core. The
+sweep chooses settings by the loss on the first 65,536 held-out tokens (scale=paper:
+4M). Table and figure report the loss on the next tokens, which are as many.
 """
 
 import dataclasses
@@ -29,17 +31,18 @@ from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 from diloco.sweep.search import search_all
 from diloco.util.command import load_module, parse_options
 
-# Streaming DiLoCo's ablations have 18 layers, Scaling Laws' sizes go from 35M to 2.4B.
+# {config file: default size with scale=paper}. Streaming DiLoCo's ablations have 18
+# layers; the sizes of Scaling Laws go from 35M to 2.4B.
 PAPER_SIZES = {"streaming": "500M", "chinchilla": "550M"}
 ROOT2 = 2**0.5
-# A multiple of every H below. Runs with larger batches have 900 or 450 steps, which are
-# multiples of 30.
+# STEPS is a multiple of every H below. Runs with larger batches have 900 or 450 steps,
+# which are multiples of 30.
 STEPS, BATCH, LENGTH = 1800, 8, 64
-# Inner rates of small runs as powers of ROOT2. A tuned ablation starts its search at
-# START. The others have the best rates of `batch` with 8 sequences; M = 8 takes the
-# rate of M = 4, Streaming DiLoCo that of its M.
+# Inner rates of small runs, as powers of ROOT2. An ablation that tunes the inner rate
+# starts at START. Other ablations take RATES, the best rates of the ablation `batch`
+# with 8 sequences. M = 8 takes the rate of M = 4; Streaming DiLoCo takes DiLoCo's rate.
 START = -13
-RATE = 0.8  # Outer rate of small runs that do not vary it.
+RATE = 0.8  # Outer rate of small runs, unless an ablation varies it.
 RATES = {"data_parallel": -10, 1: -12, 2: -11, 4: -12, 8: -12}
 FORMATS = {32: "fp32", 16: "bf16", 8: "e4m3", 4: "e3m0"}
 ALGORITHM = ("algorithm", "replicas")
@@ -47,19 +50,19 @@ ALGORITHM = ("algorithm", "replicas")
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-  """One comparison.
+  """One ablation: the cells to compare, and how to compare them.
 
   Attributes:
-    family: the config file of the paper's scale.
-    small, paper: the cells of a scale, without size and seed; no cells of the paper's
-      scale if configs/ladder.py has them.
-    chart: how the cells are compared.
-    also: figures of the same runs, at sizes of the option `size`, or other numbers.
-    tuned: what small runs tune with the seed 0, of lr and outer_lr. Several seeds are
-      then 1, 2, ..., because the best of many runs is a lucky one. Data-parallel has no
-      outer rate.
-    rates: {scale: outer rates among which each cell chooses}. If they are tuned, the
-      search begins with the middle one.
+    family: the config file for scale=paper.
+    small, paper: the cells of each scale, without size and seed. `paper` is empty if
+      another sweep, such as that of configs/ladder.py, has these runs.
+    chart: how to compare the cells.
+    also: further figures of these runs, at another `size` or with other numbers.
+    tuned: which of lr and outer_lr small runs tune with seed 0. Several seeds are then
+      1, 2, ..., because the best of many runs with seed 0 is partly lucky.
+      Data-parallel has no outer rate.
+    rates: {scale: outer rates among which each cell chooses}. If small runs tune
+      outer_lr, the search begins with the middle rate.
   """
 
   family: str
@@ -84,20 +87,20 @@ def streaming(points: Sequence[Point]) -> list[Point]:
 
 
 def fragments(layers: int, sizes: Sequence[int]) -> list[Point]:
-  """Lists both patterns for each size; with 1 or all layers, they are the same."""
+  """Lists both patterns for each size; with 1 or all layers, the patterns are equal."""
   both = cross(fragment=sizes, pattern=("strided", "sequential"))
   alike = [p for p in both if p["fragment"] in (1, layers)]
   return streaming([p for p in both if p not in alike or p["pattern"] == "strided"])
 
 
 def replicas(*some: int) -> list[Point]:
-  """Lists data-parallel and DiLoCo with M replicas."""
+  """Lists data-parallel, and DiLoCo with each given number of replicas."""
   plain = {"algorithm": "data_parallel", "replicas": 1}
   return [plain, *cross(algorithm=("diloco",), replicas=some)]
 
 
 def compressions() -> list[Point]:
-  """Lists the number formats, and dropped values with the same bytes."""
+  """Lists number formats, and compressors that drop values to send as few bytes."""
   sparse = cross(compressor=("topk", "random", "dare"), bits=(16, 8, 4))
   return streaming(cross(compressor=("quantize",), bits=(32, 16, 8, 4)) + sparse)
 
@@ -294,11 +297,11 @@ ABLATIONS = {
 
 
 def _nine(name: str, cells: Sequence[Point], **fields) -> Ablation:
-  """Makes small runs of an ablation with the momentum of both papers.
+  """Makes an ablation of small runs with both papers' outer momentum, 0.9.
 
-  They have the outer rate of Streaming DiLoCo (2501.18512, section 3.2), unless a cell
-  has another or it is tuned. The title names no figure: runs of the paper's scale have
-  this momentum anyway.
+  The runs have Streaming DiLoCo's outer rate (2501.18512, section 3.2), unless a cell
+  has another rate or the rate is tuned. The title names no figure of a paper, because
+  runs with scale=paper have this momentum anyway.
   """
   plain = ABLATIONS[name]
   title = f"{plain.chart.title.partition(' (')[0]} with outer momentum 0.9"
@@ -376,7 +379,8 @@ def _grids(
 ) -> list[Grid]:
   """Makes the grids; several seeds repeat the best point that seed 0 found.
 
-  Without an inner rate to tune, each seed runs all cells, and chooses its outer rates.
+  With scale=paper, or if nothing is tuned, each seed runs all cells and chooses its
+  own outer rates.
   """
 
   def seeded(some: Sequence[int], among: Sequence[Point] = cells) -> list[Point]:
@@ -405,9 +409,9 @@ def get_config(point: Point, family: str = "streaming", text: str = "sotu"):
   """Makes the config of a point.
 
   Args:
-    point: has size (small, or one of the paper), algorithm, replicas and seed. The
-      other keys are those of the cells above, and lr and outer_lr.
-    family: config file of the paper's size.
+    point: has size (small, or a size of the paper), algorithm, replicas and seed. It
+      may have lr, outer_lr and any other key of the cells above.
+    family: the config file that has the paper's size.
     text: data.source of a small run.
   """
   small = point["size"] == "small"
@@ -433,9 +437,9 @@ def get_config(point: Point, family: str = "streaming", text: str = "sotu"):
     c.train.batch_size = c.train.batch_size * point["replicas"] // 2
   if small:
     c.inner.warmup_steps = tokens // (c.train.batch_size * LENGTH) // 10
-    # So that all M see the same text in the same order.
+    # With this number of shards, all M see the same text in the same order.
     c.data.shards = min(8, c.train.batch_size)
-    # With a large H, fragments would lack up to H of few steps.
+    # Without a final sync, a fragment would lack up to H steps: many in a short run.
     c.outer.final_sync = "sync_every" in point and c.algorithm == "streaming"
   if "bits" in point:
     c.wire.format = FORMATS[point["bits"]]
@@ -453,8 +457,9 @@ def _small(point: Point, text: str):
   c.algorithm, c.replicas = point["algorithm"], point["replicas"]
   rate = RATES.get(c.algorithm, RATES[c.replicas])
   c.inner.learning_rate = power(ROOT2, rate)
-  # The papers use momentum 0.9 at rate 0.4; runs with few rounds need less. The rate is
-  # the best one for M = 2 at H = 30 in an earlier ladder (docs/ladder.md).
+  # The papers use momentum 0.9 at outer rate 0.4; runs with few rounds need less
+  # momentum. RATE was the best outer rate for M = 2 at H = 30 in an earlier ladder
+  # (docs/ladder.md).
   c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
   c.outer.learning_rate = RATE
   c.fragments.size = 1
@@ -471,7 +476,7 @@ def _small(point: Point, text: str):
 
 
 def of_item(item: str) -> list[str]:
-  """Lists the ablations of an item of a paper, such as 2501.18512 figure 8."""
+  """Lists the names of the ablations of an item, such as 2501.18512 figure 8."""
   paper, _, name = item.partition(" ")
   kind, _, number = name.rstrip("abc").partition(" ")
   asked = rf"\({paper}, .*{kind}s? (?:[\d.]+, )*{re.escape(number)}(?![.\d])"
@@ -483,8 +488,9 @@ def paper_runs(item: str) -> list[tuple[str, ConfigDict, str]]:
   """Lists the runs of a figure, table or section at the paper's scale.
 
   Returns:
-    The values that a run has, its config, and the flags of `diloco.main` for it. A
-    tuned cell has one run; its sweep tries more inner rates. Empty for an unknown item.
+    (values of a run's point, its config, its flags for `diloco.main`) for each run. A
+    cell has one run, or one run per outer rate to choose from. Empty for an unknown
+    item.
   """
   found = []
   for name in of_item(item):
@@ -493,7 +499,7 @@ def paper_runs(item: str) -> list[tuple[str, ConfigDict, str]]:
     for point in [point for search in searches for point in search.points]:
       c, argument = sweep.config(point), _paper_argument(point)
       base = _family(family).get_config(argument)
-      add_plugins(base, *c.plugins)  # Their fields have defaults to compare with.
+      add_plugins(base, *c.plugins)  # Adds defaults to compare with.
       plain = leaves(base.to_dict()) | {"plugins": ()}
       new = {k: v for k, v in leaves(c.to_dict()).items() if plain[k] != v}
       flags = [shlex.quote(f"--config.{k}={v}") for k, v in new.items()]
@@ -510,7 +516,7 @@ def _family(name: str):
 
 
 def _paper_argument(point: Point) -> str:
-  """Returns the argument of the config of the paper's size to which a point belongs."""
+  """Returns the argument with which the config file of the paper makes a point."""
   names = {"M": "replicas", "algorithm": "algorithm", "overtrain": "overtrain"}
   given = [f"{name}={point[key]}" for name, key in names.items() if key in point]
   return ",".join([point["size"], *given])
@@ -523,7 +529,7 @@ def _paper(point: Point, family: str):
 
 
 def same_bytes(c, compressor: str) -> float:
-  """Returns the largest density with which a compressor sends no more than `c`.
+  """Returns the largest density at which a compressor sends no more bytes than `c`.
 
   Kept values are sent in float32, and topk also sends their indices.
   """

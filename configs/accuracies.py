@@ -1,14 +1,14 @@
-"""More small runs of both papers, which may answer questions (docs/ablations.md).
+"""More small ablations of both papers, which can measure accuracy (docs/ablations.md).
 
   python -m diloco make_items --source=files:TEXT --output=/tmp/items
   python -m diloco sweep --results=runs/a --parallel=2 --cores=1 \
     --sweep=accuracies:bits,seeds=3,items=/tmp/items/word.jsonl
 
-The argument is a name of ABLATIONS, and after it any of seeds, text (a data.source) and
-items (a task of eval.tasks; without it, the runs answer nothing). Rates are those of
-configs/ablations.py and configs/ladder.py; seed 0 chose them, so seeds begin with 1.
-The text of two_texts is TEXT_of_two, a folder whose training and held-out splits are
-texts of different kinds.
+The argument is a name of ABLATIONS, then any of seeds, text (a data.source) and items
+(a task for eval.tasks; without items, the runs measure no accuracy). Rates are those of
+configs/ablations.py and configs/ladder.py. Seed 0 chose these rates, so seeds begin
+with 1 here. The ablation two_texts reads the folder TEXT_of_two, whose training and
+held-out splits are texts of different kinds.
 """
 
 import functools
@@ -24,21 +24,22 @@ from diloco.util.command import load_module, parse_options
 SMALL = load_module("ablations", "get_config", "ablations")
 LADDER = load_module("ladder", "get_config", "ladder")
 ROOT2 = SMALL.ROOT2
-# The best inner rates of data-parallel and of DiLoCo with M = 2 in docs/ladder.md, as
-# powers of ROOT2. Streaming takes that of DiLoCo.
+# {size: best inner rates of data-parallel and of DiLoCo with M = 2, as powers of
+# ROOT2}, from docs/ladder.md. Streaming takes the rate of DiLoCo.
 OF_SIZE = {105: (-11, -10), 185: (-13, -13), 382: (-15, -15)}
-# The same of DiLoCo at 105: {M: power and batch}.
+# {M: best inner rate as a power of ROOT2, and batch}, for DiLoCo at size 105.
 OF_105 = {1: (-12, 4), 2: (-10, 8), 4: (-12, 8)}
-# {M, or 0 for data-parallel: power and outer rate with batches of 8, 16, 32}, the best
-# ones of seed 0 in `batch` of configs/ablations.py.
+# {M, or 0 for data-parallel: (inner rate as a power, outer rate) for batches of 8, 16
+# and 32}: the best rates of seed 0 in the ablation `batch` of configs/ablations.py.
 OF_BATCH = {
   0: ((-10, 0.8), (-10, 0.8), (-11, 0.8)),
   1: ((-11, 0.6), (-11, 0.8), (-11, 0.6)),
   2: ((-12, 1.0), (-12, 1.0), (-11, 0.6)),
   4: ((-13, 1.2), (-12, 1.2), (-12, 0.8)),
 }
-# The outer rates that `rounds` tries: those of the paper, and larger ones. It begins at
-# 0.6, but {(size, H): others} where smaller sizes showed that larger ones are better.
+# The outer rates that the ablation `rounds` tries: the paper's, and larger rates. The
+# search begins at 0.6, or at FIRST = {(size, H): rates} if smaller sizes showed that
+# larger rates are better.
 RATES = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 FIRST = {(382, 30): (0.8,), (382, 300): (1.0, 1.2)}
 _M2 = SMALL.replicas(2) + SMALL.streaming([{}])  # Data-parallel, DiLoCo, streaming.
@@ -74,7 +75,7 @@ def _rounds() -> list[Point]:
 
 
 def _eight_seeds() -> list[Point]:
-  """Lists what decides the claims that three seeds left open and that cost little."""
+  """Lists the cells for claims that three seeds left open and that cost little."""
   tau_5, alpha, fragment = {"tau": 5}, {"alpha": 0.5}, {"fragment": 3}
   named = {
     "4 bits": {"compressor": "quantize", "bits": 4},
@@ -100,8 +101,8 @@ def _over_tokens(title: str) -> Chart:
 
 
 _OF_4_BITS = lambda cell: cell["compressor"] == "quantize" or cell["bits"] == 4
-EIGHT = ("eight_seeds", "evaluated_by_eight")  # They have eight seeds at least.
-# {name: cells without seed, and how they are compared}. Cells without a size are small.
+EIGHT = ("eight_seeds", "evaluated_by_eight")  # Ablations with 8 or more seeds.
+# {name: (cells without seed, how to compare the cells)}. No size means a small run.
 ABLATIONS: dict[str, tuple[Sequence[Point], Chart]] = {
   "sizes": (
     _sizes(),
@@ -258,7 +259,7 @@ def get_sweep(argument: str = "") -> Sweep:
 
 
 def get_config(point: Point, text: str = "sotu", items: str = ""):
-  """Makes the config of a point: that of configs/ablations.py or of the ladder."""
+  """Makes the config of a point, from configs/ablations.py or configs/ladder.py."""
   ties = point.get("compressor") == "ties"
   if point["size"] == "small":
     sent = {"compressor": "topk"} if ties else {}
@@ -266,7 +267,7 @@ def get_config(point: Point, text: str = "sotu", items: str = ""):
   else:
     c = LADDER.get_config(point, text)
     c.sync_every = point.get("sync_every", c.sync_every)
-    # The last sync follows the last inner step too.
+    # After the last inner step, every fragment is synced once more.
     c.outer.final_sync = c.algorithm == "streaming" or "sync_every" in point
     if c.algorithm == "streaming":
       c.fragments.size = 1

@@ -4,17 +4,19 @@
   python -m diloco.main --config=configs/chinchilla.py:550M,M=2,overtrain=16 ...
   python -m diloco list_configs configs/chinchilla.py
 
-The argument is the size, and after it any of M (replicas), H, algorithm, method (joint
-or independent), overtrain (multiplies the budget of 20 tokens per parameter) and data
-(c4 or dolma). `RUNS` lists the paper's runs, `ITEMS` those of each table and figure.
+The argument is the size, then any of M (replicas), H, algorithm, method (joint or
+independent), overtrain (multiplies the budget of 20 tokens per parameter) and data (c4
+or dolma). `RUNS` lists the paper's runs; `ITEMS` lists the runs of each table and
+figure.
 
-The sizes of Table 3, 35M to 10B, have its shapes and token budgets. Any other size from
+The sizes 35M to 10B have the shapes and token budgets of Table 3. Any other size from
 10M on takes the nearest shape of the same family: width 64 * heads, 3 layers for every
-4 heads. Learning rates and batch are those of `python -m diloco scaling_laws
-recommend`. Runs with overtrain train on Dolma and are evaluated on C4 (section 5.2).
+4 heads. Learning rates and batch come from `python -m diloco scaling_laws recommend`.
+Runs with the option overtrain train on Dolma and are evaluated on C4 (section 5.2).
 
 Without algorithm=, a run is Streaming DiLoCo with the rates and the batch of this
-paper, which has algorithm=diloco. A field, its value, and where the value is from:
+paper. The paper's own runs have algorithm=diloco. Each line below has a field, its
+value, and the source of this value:
 
   algorithm = streaming          ours; section 3 has diloco
   sync_every = 30                section 3
@@ -36,12 +38,13 @@ paper, which has algorithm=diloco. A field, its value, and where the value is fr
   eval.every = 1000              ours
   eval.tokens = 4194304          ours
 
-Weight decay is 1 / steps (section 3). The tasks are those of section 3 where their
-package is installed (docs/evaluation.md), else none.
+Weight decay is 1 / steps (section 3). The tasks are those of section 3 if their package
+is installed (docs/evaluation.md), else none.
 
-What a run costs (6 N FLOPs per token; hours of a v5e at 40% of its peak), grid of each
-of two slices of v5e and train.accumulate that hold M = 2 (docs/aot.md), and the paper's
-loss (Tables 4 and 5) of data-parallel and of DiLoCo with M = 1, 2, 4 and 8:
+The table below has the cost of a run (6 N FLOPs per token; hours of a v5e at 40% of its
+peak). "slices" has the grid of each of two v5e slices on which M = 2 fits, and the
+train.accumulate that this needs (docs/aot.md). "loss" has the paper's losses (Tables 4
+and 5) of data-parallel, and of DiLoCo with M = 1, 2, 4 and 8 (4B and 10B: up to 4):
 
   size  tokens  FLOPs   chip hours  slices      loss
   35M   0.7B    1.5e17  0.53        1x1 1       3.485 3.482 3.508 3.554 3.621
@@ -64,7 +67,7 @@ from diloco.scaling_laws import paper, predict
 from diloco.scaling_laws.recommend import recommend
 from diloco.util.command import parse_count, parse_options
 
-# Size: layers, attention heads (of size 64), training tokens.
+# {size: (layers, attention heads of size 64, training tokens)}.
 SCALES = {
   row["scale"]: (
     int(row["layers"]),
@@ -73,7 +76,8 @@ SCALES = {
   )
   for row in paper.read("table3_models")
 }
-# Heads of the largest model: the microbatches that two slices of docs/aot.md need.
+# {heads: microbatches with which models up to so many heads fit the two slices of
+# docs/aot.md}.
 ACCUMULATE = {12: 1, 16: 2, 20: 8, 24: 2, 40: 4, 48: 16, 64: 4}
 OPTIONS = {
   "M": int,
@@ -84,8 +88,9 @@ OPTIONS = {
   "data": ("c4", "dolma"),
 }
 
-# The paper's runs: the grid of Table 4, the extrapolations of Tables 5 and 12, and
-# section 5.2, which does not say which sizes it overtrains: here all but the largest.
+# The paper's runs: the grid of Table 4, the extrapolations of Tables 5 and 12, and the
+# overtrained runs of section 5.2. Section 5.2 does not name its sizes; here they are
+# all sizes except 4B and 10B.
 _ALGORITHMS = (
   "algorithm=data_parallel",
   *(f"algorithm=diloco,M={m}" for m in (1, 2, 4, 8)),
@@ -153,7 +158,7 @@ def shape(size: str) -> tuple[int, int, int]:
   """Returns layers, heads and tokens of a size that is not in Table 3.
 
   Raises:
-    ConfigError: the size is not a number, or is more than 20% from every shape.
+    ConfigError: the size is not a number, or differs from every shape by over 20%.
   """
   unknown = ConfigError(
     f"the size is {size!r}; write one of {', '.join(SCALES)}, or any other from 10M on."

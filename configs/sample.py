@@ -16,17 +16,17 @@ def get_config():
   c.sync_every = 10
   c.fragments.size = 1
   c.overlap.tau = 1
-  # Momentum, rates and batch belong together: docs/settings.md.
+  # Change momentum, rates and batch only together: docs/settings.md.
   c.outer.optimizer = "sgd(momentum=0.8, nesterov=True)"
   c.outer.learning_rate = 0.35
 
   c.model.num_layers = 4
   c.model.dim = 128
   c.model.num_heads = 2
-  c.model.vocab_size = 0  # As many as the tokenizer has: 2048, or those of your data.
+  c.model.vocab_size = 0  # 0: the size of the tokenizer, such as 2048.
   c.model.seq_len = 128
   c.model.dtype = "float32"
-  c.model.remat = "dots"  # The fastest on a CPU; `python -m diloco tune` finds it.
+  c.model.remat = "dots"  # Fastest on a CPU, by `python -m diloco tune`.
 
   # Two sequences for each replica: with so few tokens, many small steps learn more.
   c.train.batch_size = 4

@@ -4,14 +4,14 @@
   python -m diloco.main --config=configs/streaming.py:1B,data=dolma,tokens=100e9 ...
   python -m diloco list_configs configs/streaming.py
 
-The argument is the scale, and after it any of M, H, algorithm, data (c4 or dolma) and
-tokens. `RUNS` lists the runs of Tables 5 to 7, `ITEMS` those of each table and figure.
+The argument is the scale, then any of M, H, algorithm, data (c4 or dolma) and tokens.
+`RUNS` lists the runs of Tables 5 to 7; `ITEMS` lists the runs of each table and figure.
 
-Shapes and token budgets are those of Table 2 (its "hidden" column is the feed-forward
-width). On Dolma, sequences have 2,048 tokens (section 3.2.2) and the batch grows with M
-(Table 7). The paper states neither the inner learning rate nor the batch: both come
-from the power laws of Scaling Laws (arXiv 2503.09799) for M = 2. A field, its value,
-and where the value is from:
+Shapes and token budgets are those of Table 2, whose column "hidden" is the feed-forward
+width. On Dolma, sequences have 2,048 tokens (section 3.2.2) and the batch grows with M
+(Table 7). The paper states neither the inner learning rate nor the batch: rate and
+batch come from the power laws of Scaling Laws (arXiv 2503.09799) for M = 2. Each line
+below has a field, its value, and the source of this value:
 
   replicas = 2                   section 3.2
   sync_every = 100               section 3.2.1, which also has 30
@@ -40,10 +40,10 @@ and where the value is from:
   eval.every = 1000              ours
   eval.tokens = 4194304          ours
 
-The tasks are those of Table 5 where their package is installed (docs/evaluation.md),
-else none. What a run costs (6 N FLOPs per token; hours of a v5e at 40% of its peak),
-and the paper's loss on C4 (Table 5) of data-parallel, DiLoCo with H = 30, and streaming
-with H = 30 and 100:
+The tasks are those of Table 5 if their package is installed (docs/evaluation.md), else
+none. The table below has the cost of a run (6 N FLOPs per token; hours of a v5e at 40%
+of its peak), and the paper's losses on C4 (Table 5) of data-parallel, DiLoCo with
+H = 30, streaming with H = 30, and streaming with H = 100 (4B: only the first and last):
 
   size  tokens  FLOPs   chip hours  loss
   35M   0.7B    1.5e17  0.52        3.51 3.54 3.53 3.56
@@ -63,8 +63,8 @@ from diloco.evaluate import tasks
 from diloco.spec.shapes import matrix_params
 from diloco.util.command import parse_options
 
-# Scale: layers, attention heads (of size 64), billions of training tokens, and the
-# microbatches that two slices of docs/aot.md need.
+# {scale: (layers, attention heads of size 64, billions of training tokens, number of
+# microbatches with which the run fits the two slices of docs/aot.md)}.
 SCALES = {
   "35M": (6, 8, 0.7, 1),
   "100M": (9, 12, 1.5, 1),

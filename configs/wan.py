@@ -1,7 +1,7 @@
 """The run of scripts/experiments/wan_bench.py, which measures links (docs/links.md).
 
 The model has 2.2M parameters: four blocks, and an embedding about as large as a block.
-A step has few tokens, so that on CPU cores it takes about as long as an exchange.
+A step has few tokens, so that a step on CPU cores takes about as long as an exchange.
 """
 
 from diloco.config import default_config

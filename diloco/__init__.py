@@ -1,12 +1,12 @@
 """DiLoCo, Streaming DiLoCo and their scaling laws, in JAX.
 
-The names below are for a training loop of your own (docs/library.md). The trainer is
+Use the names below in your own training loop (docs/library.md). The trainer is
 `python -m diloco.main`; `python -m diloco` lists all commands.
 """
 
 from etils import epy
 
-# Imports each name when it is first used: the simulators import no JAX.
+# Imports each name at its first use, so that the simulators need no JAX.
 with epy.lazy_api_imports(globals()):
   from diloco.algorithm.state import Event, OuterState
   from diloco.errors import ConfigError

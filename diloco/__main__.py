@@ -4,9 +4,9 @@ python -m diloco
 python -m diloco train --config=sample --workdir=runs/sample
 python -m diloco launch_local -n 2 -- --config=sample --workdir=runs/two
 
-`diloco` is the same as `python -m diloco`, and `diloco train` the same as
-`python -m diloco.main`. Every command takes --plugins=NAME,...: modules that are not of
-diloco, and that a run or an export needs (docs/evaluation.md).
+`diloco` is the same as `python -m diloco`, and `diloco train` is the same as
+`python -m diloco.main`. Every command takes --plugins=NAME,... for modules that do not
+ship with diloco, but that a run or an export needs (docs/evaluation.md).
 """
 
 import ast
@@ -26,20 +26,20 @@ GROUPS = {
   "Trained models": ("evaluate", "generate", "export"),
   "The claims of both papers": ("reproduce",),
 }
-# The commands that people type.
+# The commands that people use. Only programs start the other commands.
 NAMES = [name for names in GROUPS.values() for name in names]
 
 
 def commands() -> dict[str, str]:
-  """Returns {name: module}: the commands of GROUPS, then those that programs start.
+  """Returns {name: module}: the commands in GROUPS, then commands that programs start.
 
-  A command is a module that may be run. Its name is that of the file, or that of the
+  A command is a module that may be run. Its name is the name of its file, or of its
   folder if the file is `__main__.py`; `train` is diloco/main.py.
   """
   found = {}
   for file in sorted(shipped.PACKAGE.rglob("*.py")):
     *folders, stem = file.relative_to(shipped.PACKAGE).with_suffix("").parts
-    is_config = folders[:1] == ["configs"]  # A wheel has them inside the package.
+    is_config = folders[:1] == ["configs"]  # A wheel has configs in the package.
     is_command = '__name__ == "__main__"' in file.read_text() and not is_config
     if is_command and [*folders, stem] != ["__main__"]:
       name = folders[-1] if stem == "__main__" else stem
@@ -49,13 +49,13 @@ def commands() -> dict[str, str]:
 
 
 def document(module: str) -> str:
-  """Returns the docstring of a command's module, without an import."""
+  """Returns the docstring of a command's module, without importing the module."""
   file = shipped.PACKAGE.parent / f"{module.replace('.', '/')}.py"
   return ast.get_docstring(ast.parse(file.read_text())) or ""
 
 
 def listing() -> str:
-  """Returns the commands by group: the name of each, and what it does."""
+  """Returns the list of commands by group: the name and the purpose of each."""
   lines, modules = ["Commands, as in `python -m diloco train --help`:"], commands()
   for group, names in GROUPS.items():
     lines += ["", f"{group}:"]
@@ -82,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   if argv[1:] == ["--version"]:
     print(f"diloco {diloco.__version__}")
     return 0
-  end = argv.index("--") if "--" in argv else len(argv)  # Others' flags follow.
+  # The flags after `--` are those of another command.
+  end = argv.index("--") if "--" in argv else len(argv)
   given = [word for word in argv[:end] if word.startswith("--plugins=")]
   argv = [*(word for word in argv[:end] if word not in given), *argv[end:]]
   if given and (status := guarded(_import_plugins, given)):

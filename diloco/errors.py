@@ -1,16 +1,16 @@
-"""What a command tells about an error, and the exit status: one rule for all commands.
+"""The message and the exit status of an error, by one rule for all commands.
 
-Exit status 2 means that a person must mend something. Status 1 means that the cause may
-pass: systemd or a scheduler may start the same command again.
+Exit status 2 means that a person must correct something. Status 1 means that the cause
+may be temporary, so systemd or a scheduler may start the same command again.
 """
 
 import errno
 import os
 import re
 
-# What the system answers when a person has named a wrong path or lacks a right. All
-# other answers may pass: a time-out, a stale handle, too many open files, a full disk,
-# a file system that is read-only after a fault.
+# The errors of the operating system when a person has named a wrong path or lacks a
+# permission. The causes of all other errors may be temporary: a time-out, a stale
+# handle, too many open files, a full disk, a file system read-only after a fault.
 _MENDED_BY_A_PERSON = {
   *(errno.EPERM, errno.EACCES, errno.ENOENT, errno.EEXIST, errno.ENOTDIR),
   *(errno.EISDIR, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP, errno.EXDEV),
@@ -18,22 +18,22 @@ _MENDED_BY_A_PERSON = {
   *(errno.ENOSYS, errno.ENOTSUP, errno.EADDRNOTAVAIL),
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-# How TensorStore and libraries in Rust write the system's answer into their errors.
+# Finds the system's error number in a message of TensorStore or of a Rust library.
 _IN_A_TEXT = re.compile(r"os_error_code='(\d+)'|\(os error (\d+)\)")
 
 
 class ConfigError(ValueError):
-  """A mistake of the user; one sentence gives the field, its value and the remedy."""
+  """A mistake of the user; the message gives the field, its value and the remedy."""
 
 
 class TryAgain(RuntimeError):
-  """What may pass; one sentence says from where the same command goes on."""
+  """An error that may be temporary; the message says from where a restart goes on."""
 
 
 def explain(
   error: BaseException, mistakes: type[Exception] = ConfigError
 ) -> tuple[str, int] | None:
-  """Returns the sentence about an error and the exit status; None if it is a bug.
+  """Returns the message and the exit status for an error; None if the error is a bug.
 
   Args:
     mistakes: an exception that means a mistake of the user.
@@ -46,23 +46,24 @@ def explain(
 
 
 def passing(error: BaseException) -> OSError | None:
-  """Returns the system's answer behind an error, if that may pass; else None."""
+  """Returns the system's error behind an error, if it may be temporary; else None."""
   cause = of_system(error)
   return None if cause is None or cause.errno in _MENDED_BY_A_PERSON else cause
 
 
 def is_full(error: BaseException) -> bool:
-  """Whether the cause of an error is a full disk, or a quota."""
+  """Returns whether the cause of an error is a full disk or an exhausted quota."""
   cause = of_system(error)
   return cause is not None and cause.errno in _FULL
 
 
 def of_system(error: BaseException | None) -> OSError | None:
-  """Returns the system's answer behind an error: itself, its cause, or in its text."""
+  """Returns the system's error that an error is, names in its text, or has as cause."""
   while error is not None:
-    # A library may use a plain OSError without a number for damaged content.
     if isinstance(error, TimeoutError | ConnectionError):
       return error
+    # An OSError without a number is not from the system: a library may raise such an
+    # error for damaged content.
     if isinstance(error, OSError) and error.errno:
       return error
     if code := _IN_A_TEXT.search(str(error)):
@@ -73,7 +74,7 @@ def of_system(error: BaseException | None) -> OSError | None:
 
 
 def _sentence(cause: OSError) -> str:
-  """Names the cause, and the remedy if there is one besides waiting."""
+  """Returns a sentence with the cause and with a remedy: make room, or start again."""
   where = f" {cause.filename}" if cause.filename else ""
   reason = cause.strerror or str(cause)
   if cause.errno in _FULL:

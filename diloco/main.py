@@ -7,8 +7,8 @@ python -m diloco.main --config=chinchilla:1.3B,M=2 --workdir=/data/run \\
 python -m diloco.main --config=my_config.py --print_config
 
 --config is a file, or the name of a config that ships with diloco (`python -m diloco`
-lists them); a text after a colon is the config's argument. --config.FIELD=VALUE changes
-a field. --print_config prints every field with its value, limits and meaning.
+lists the names); a text after a colon is the config's argument. --config.FIELD=VALUE
+changes a field. --print_config prints every field with its value, limits and meaning.
 
 Several processes train together if each is started with --coordinator, --num_processes
 and --process_id, or with --distributed=auto; see docs/machines.md.
@@ -59,16 +59,16 @@ flags.DEFINE_integer(
 def main(_: list[str]) -> None:
   if FLAGS.print_config:
     sys.exit(guarded(print_config, mistakes=ConfigError))
-  # These errors need not wait for the other processes, nor for JAX.
+  # Finds mistakes before this process waits for other processes or for JAX.
   c = resolve(FLAGS.config)
   make_part = find_part(c)
   workdir = FLAGS.workdir
   if files.is_address(workdir):
     workdir = remote.local_copy(workdir, "--workdir", writes=True)
   else:
-    workdir = make_folder(workdir, "--workdir", later=True)  # If nothing is refused.
-  logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
-  # Imported after the flags are parsed, so that --help and flag errors answer fast.
+    workdir = make_folder(workdir, "--workdir", later=True)  # Checks; makes nothing.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs a page for each checkpoint.
+  # These imports come after the flags, so that --help and flag errors answer fast.
   from diloco import train
   from diloco.mesh import devices, memory
   from diloco.mesh.compiling import announce_compilations
@@ -107,14 +107,14 @@ def main(_: list[str]) -> None:
     if peers.count == 1 and not told:
       raise
     if not isinstance(error, ConfigError | ProcessLost):
-      peers.await_loss()  # It may be the cause.
+      peers.await_loss()  # A lost process may be the cause.
     if not told:
       traceback.print_exc()
     peers.fail(*(told or (f"{type(error).__name__}: {error}", 1)))
 
 
 def find_part(c: Config) -> Callable[[Any], Any] | None:
-  """Returns what makes this process's part of a run of sites; None without sites.
+  """Returns the function that makes this site's part of a run; None without sites.
 
   Raises:
     ConfigError: the flags cannot work, or the group has another config.
@@ -135,7 +135,7 @@ def find_part(c: Config) -> Callable[[Any], Any] | None:
 
 
 def print_config() -> None:
-  """Prints the fields of --config."""
+  """Prints all fields of --config."""
   from diloco.config import describe
 
   print(describe.text(FLAGS.config))
@@ -150,5 +150,5 @@ if __name__ == "__main__":
   )
   try:
     run(main)
-  except KeyboardInterrupt:  # While modules were imported.
+  except KeyboardInterrupt:  # During the imports.
     sys.exit(interrupted())

@@ -1,4 +1,4 @@
-"""What surrounds the training loop: data, method, checkpoints, log, evaluation."""
+"""The parts around the training loop: data, method, checkpoints, log, evaluation."""
 
 import contextlib
 import dataclasses
@@ -41,14 +41,14 @@ from diloco.util.types import Json, PyTree
 
 
 class Hook(NamedTuple):
-  """What the loop calls after launches of inner steps.
+  """A function that the loop calls after launches of inner steps.
 
   Attributes:
-    call: takes the launched steps, the step after which training goes on, the state
-      after it, the metrics of each step, and the events of the outer step. It must not
-      keep the arrays of the state: the next launch overwrites them.
-    every: inner steps between two calls; a launch ends at each multiple. 0: never;
-      None: `call` follows every launch, whatever its length.
+    call: takes the launched steps, the step t after which training goes on, the state
+      after t, the metrics of each step, and the events of the outer step. `call` must
+      not keep the arrays of the state: the next launch overwrites these arrays.
+    every: inner steps between two calls; a launch ends at each multiple. 0: no calls;
+      None: a call after every launch, whatever its length.
   """
 
   call: Callable[[range, int, TrainState, list[InnerMetrics], list[Event]], None]
@@ -66,15 +66,15 @@ class Part(Replicas, Protocol):
 
 
 class Run:
-  """One run.
+  """One run, which trains alone or together with other runs.
 
   Attributes:
-    c: its config.
-    workdir: its folder.
-    peers: the processes that train it.
+    c: the run's config.
+    workdir: the run's folder.
+    peers: the processes that train the run.
     failed: whether the run ended with an error, while other runs go on.
-    batches: its training batches.
-    checkpoints, log: write its checkpoints and its log.
+    batches: the run's training batches.
+    checkpoints, log: write the run's checkpoints and log.
   """
 
   batches: Batches
@@ -90,12 +90,12 @@ class Run:
 
 
 class Joined(NamedTuple):
-  """How all runs of a session train.
+  """The method, state and tokens with which all runs of a session train.
 
   Attributes:
-    method: takes their state from step to step.
-    state: their state before the first step.
-    tokens: yields their tokens of each step.
+    method: takes the state of all runs from step to step.
+    state: the state of all runs before the first step.
+    tokens: yields the tokens of all runs for each step.
   """
 
   method: Method
@@ -103,15 +103,15 @@ class Joined(NamedTuple):
   tokens: Iterator[jax.Array]
 
 
-# Takes the method of one run, the runs, their saved states (none: a start from step 0),
-# and the parameters to start from (None: random ones).
+# Called with the method of one run, the runs, the runs' saved states (empty: start from
+# step 0), and the parameters to start from (None: random parameters).
 Join: TypeAlias = Callable[
   [Method, Sequence[Run], Sequence[TrainState], PyTree], Joined
 ]
 
 
 class StepsDiffer(Exception):
-  """The newest checkpoints of runs that shall train together are of different steps."""
+  """The newest checkpoints of runs that train together have different steps."""
 
 
 @dataclasses.dataclass
@@ -119,18 +119,18 @@ class Session:
   """The parts of a training loop.
 
   Attributes:
-    method: how the runs train.
+    method: trains the runs.
     runs: one run, or runs that train together.
     batches: yields int32 [M, B, L] for each step.
     evaluation: evaluates the parameters of one run.
     stop: knows whether a signal came.
     mesh: the device mesh.
-    profile: traces steps, if the config asks.
+    profile: traces the steps that the config names, if any.
     where: the folder of the runs, for messages.
     t: the step after which training begins.
     state: the state after that step.
-    is_finished: whether the run had ended before.
-    more: hooks of the user, called before the run may stop.
+    is_finished: whether an earlier session finished the run.
+    more: hooks of the user, called before the hook that may stop the run.
   """
 
   method: Method
@@ -157,7 +157,7 @@ class Session:
 
   @functools.cached_property
   def hooks(self) -> list[Hook]:
-    """What the loop calls, in this order: log, evaluate, save, the user's, stop."""
+    """The hooks in the order of their calls: log, evaluate, save, the user's, stop."""
     return [
       Hook(self._report),
       Hook(self._evaluate, every=self.c.eval.every),
@@ -167,7 +167,7 @@ class Session:
     ]
 
   def start(self) -> tuple[int, TrainState]:
-    """Joins the run; returns the step after which training begins, and the state."""
+    """Joins the run; returns the step after which training begins, and its state."""
     state = self.state
     del self.state  # The loop donates the state, so nothing else may use it.
     return self.method.enter(self.t, state)
@@ -185,7 +185,7 @@ class Session:
     return [next(self.batches) for _ in steps]
 
   def due(self, steps: range, t: int) -> list[Hook]:
-    """Returns the hooks to call after these steps, if training goes on after step t."""
+    """Returns the hooks to call after these steps; training goes on after step t."""
     is_due = lambda every: every is None or reaches(steps[0], t, every)
     return [hook for hook in self.hooks if is_due(hook.every)]
 
@@ -204,7 +204,7 @@ class Session:
     self.profile.end(steps, state)
 
   def _evaluate(self, steps: range, t: int, state: TrainState, *_: object) -> None:
-    """Evaluates; `finish` evaluates after the last step."""
+    """Evaluates the state; `finish` evaluates the state after the last step."""
     if t < self.last:
       with self._paused():
         for run, own in self._each(state):
@@ -213,7 +213,7 @@ class Session:
             run.log.evaluation(t, scores.numbers)
 
   def _checkpoint(self, steps: range, t: int, state: TrainState, *_: object) -> None:
-    """Saves; `finish` saves the last state."""
+    """Saves the state; `finish` saves the state after the last step."""
     if t < self.last:
       with self._paused():
         self._save(t, state)
@@ -233,13 +233,13 @@ class Session:
   def _save(self, t: int, state: TrainState, finished: bool = False) -> None:
     for run, own in self._each(state):
       if t <= (run.checkpoints.latest or 0):
-        continue  # The method went back to an earlier step; later ones are saved.
+        continue  # Step t or, if the method went back, a later step is saved already.
       with run.own():
         run.log.flush()  # Raises if a loss is not finite: that state is not saved.
         run.checkpoints.save(t, own, self._record(run, finished))
 
   def _record(self, run: Run, finished: bool) -> Record:
-    """Joins what all processes know of a run; all must call it."""
+    """Makes the record of a run from all processes; all must call this method."""
     position = Json()
     for part in run.peers.all_gather(run.batches.get_state()):
       position.update(part)
@@ -275,7 +275,7 @@ class Session:
 
     Args:
       state: the state after the drain.
-      events: of the drain.
+      events: the events of the drain.
 
     Returns:
       The summary of the last run.
@@ -288,7 +288,7 @@ class Session:
     return found
 
   def summary(self) -> Json:
-    """Returns the summary of a run that had ended before."""
+    """Returns the summary of a run that an earlier session finished."""
     [run] = self.runs
     found = summary.read(run.workdir, run.peers)
     if not found:
@@ -314,7 +314,7 @@ class Session:
 
   @contextlib.contextmanager
   def _paused(self) -> Iterator[None]:
-    """Keeps what all runs do in the block out of the training time of each."""
+    """Does not count the time of the `with` block as training time of any run."""
     with contextlib.ExitStack() as stack:
       for run in self.runs:
         if not run.failed:
@@ -325,7 +325,7 @@ class Session:
   def _logged(
     self, by_step: list[InnerMetrics], events: list[Event]
   ) -> Iterator[tuple[Run, list[InnerMetrics], list[Event]]]:
-    """Yields the runs that go on, each with its metrics; waits for no device."""
+    """Yields the runs that go on, with metrics and events; waits for no device."""
     metrics = [event.metrics for event in events]
     for run, (own, parts) in self._each((by_step, metrics)):
       pairs = zip(events, parts)
@@ -345,9 +345,9 @@ def open_session(
   part: Part | None,
   hooks: Sequence[Hook] = (),
 ) -> contextlib.AbstractContextManager[Session]:
-  """Prepares a run, or its continuation; the arguments are those of `train`.
+  """Prepares a new or resumed run; takes the arguments of `train`.
 
-  Every mistake in the config is found here, before anything compiles.
+  Finds every mistake in the config before anything compiles.
   """
   c = config if isinstance(config, Config) else resolve(config)
   if part:
@@ -374,18 +374,18 @@ def open_runs(
   part: Part | None = None,
   hooks: Sequence[Hook] = (),
 ) -> Iterator[Session]:
-  """Prepares one run, or runs that train together, or their continuation.
+  """Prepares one run, or several runs that train together, each new or resumed.
 
   Args:
-    runs: with configs that differ only in `together.groups.FIELDS`; each has peers of
+    runs: their configs differ only in `together.groups.FIELDS`. Each run has peers of
       its own, because its log takes the reports of its peers.
-    join: makes one method, state and stream of tokens of those of all runs.
+    join: makes one method, one state and one stream of tokens for all runs.
     part: this process's part of the run.
-    hooks: of the user.
+    hooks: hooks of the user.
 
   Raises:
     ConfigError: the config cannot work on these devices, or with this text.
-    StepsDiffer: the newest checkpoints of the runs are of different steps.
+    StepsDiffer: the newest checkpoints of the runs have different steps.
   """
   c, peers, where = runs[0].c, runs[0].peers, runs[0].workdir
   check_all_meet(peers)
@@ -396,7 +396,7 @@ def open_runs(
     kind = mesh.devices.flat[0].device_kind
     attention.check(c.model, kind)
     stack.enter_context(jax.set_mesh(mesh))
-    # Runs of the same seed read the same text.
+    # Runs with the same seed read the same text.
     batches = {
       seed: stack.enter_context(contextlib.closing(Batches(own, mesh, part)))
       for seed, own in {run.c.seed: run.c for run in runs}.items()
@@ -409,11 +409,11 @@ def open_runs(
     method = part.method(whole, batches[c.seed], stop) if part else whole
     for run in runs:
       check_own(run.workdir)
-      if not remote.address_of(run.workdir):  # Each process has its copy of a bucket.
+      if not remote.address_of(run.workdir):  # Each process has its copy of the bucket.
         make_shared(run.workdir, run.peers)
       stack.enter_context(lock_workdir(run.workdir, run.peers))
     peers.print_line(f"attention: {attention.choose(c.model, kind)}")
-    stack.callback(lambda: method.close("ended"))  # `method` may be wrapped below.
+    stack.callback(lambda: method.close("ended"))  # `method` may be replaced below.
     method.connect()
 
     # Continue from the newest checkpoints, or start at step 0.
@@ -430,7 +430,7 @@ def open_runs(
         if peers.index == 0:
           keep_tokenizer(run.workdir, evaluation.tokenizer)
           plugins.keep(run.c.plugins, run.workdir)
-      if stored and len(runs) > 1:  # The states of all runs have room on the host.
+      if stored and len(runs) > 1:  # The host has room for the states of all runs.
         stored = stored._replace(arrays=jax.device_get(stored.arrays))
       restored.append(stored)
     [t, *others] = [stored.step if stored else 0 for stored in restored]

@@ -23,13 +23,13 @@ def train(
   """Trains a model, resuming from `workdir` if it has a checkpoint.
 
   Args:
-    config: with the fields of `default_config`.
+    config: a config with the fields of `default_config`.
     workdir: receives config.json, checkpoints/, metrics.jsonl, tensorboard/
       and summary.json. All processes must see the same folder.
-    peers: the processes that train together; all must call `train`. None: this one.
-    part: this process's part of a run whose replicas do not all train together, where
-      `config` is that of the whole run; None: this is the whole run.
-    hooks: functions of yours that the loop calls, each after so many inner steps.
+    peers: the processes that train together; all must call `train`. None: this process.
+    part: this process's part of a run whose replicas do not all train together;
+      `config` is then the config of the whole run. None: the whole run trains here.
+    hooks: your functions, each with the number of inner steps between two calls.
 
   Returns:
     The summary, as in summary.json; empty if SIGTERM ended the run early. If the

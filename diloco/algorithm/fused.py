@@ -1,13 +1,13 @@
-"""Lines 7, 8, 10 and 11 piece by piece: fewer passes over memory.
+"""Runs lines 7, 8, 10 and 11 of Algorithm 2 with fewer memory passes than `outer`.
 
-`send` and `update` take and return what those of `outer.py` do. The last digit of a
-value may differ, because XLA joins other multiplications and additions. `Streaming`
-uses them if `can_send` and `can_update` allow it.
+`send` and `update` have the arguments and results of `outer.send` and `outer.update`.
+The last digit of a result may differ from theirs, because XLA fuses different
+multiplications with additions. `Streaming` uses `send` if `can_send` allows it, and
+`update` if `can_update` allows it.
 
-XLA runs one operation after the other, and most of them write whole arrays. Here a loop
-takes a piece of a tensor through all operations while the piece is in the cache of a
-CPU or in the vector memory of a TPU. So intermediate values and codes are never written
-to main memory.
+XLA runs one operation after the other, and most operations write whole arrays. Here a
+loop takes a piece of a tensor through all operations while the piece is in the cache of
+a CPU or in the vector memory of a TPU. So intermediate arrays never go to main memory.
 
 Letters: M replicas; J pieces; G planes of C rows of R values as in `diloco.wire.cuts`.
 """
@@ -37,7 +37,8 @@ from diloco.util.types import PyTree
 from diloco.wire.cuts import Cut, cut
 
 Result = TypeVar("Result")
-# The most values in a piece, over all replicas: 2 MiB of float32 on CPUs, 16 on TPUs.
+# A piece has at most so many values, over all replicas: 2 MiB of float32 on CPUs,
+# 16 MiB on TPUs.
 _VALUES = {"cpu": 1 << 19, "tpu": 1 << 22}
 
 
@@ -46,18 +47,18 @@ def _most(mesh: Mesh) -> int:
 
 
 def can_send(wire: WireConfig, mesh: Mesh) -> bool:
-  """Says whether `send` supports the compressor: it has no random numbers or state."""
+  """Says whether `send` supports the compressor, the number format and the devices."""
   return wire.compressor == "quantize" and _can_decode(wire, mesh)
 
 
 def can_update(wire: WireConfig, outer: Outer, mesh: Mesh) -> bool:
-  """Says whether `update` supports the optimizer, exchange and number format."""
+  """Says whether `update` supports the outer optimizer, the exchange and the format."""
   if not isinstance(outer, OuterConfig):
     return False
   if outer.average != "mean":
-    return False  # The mean needs whole tensors.
+    return False  # A plug-in's average needs whole tensors.
   name, _ = parse("outer.optimizer", outer.optimizer)
-  fits = name == "sgd"  # SGD treats each value alone.
+  fits = name == "sgd"  # SGD updates each value independently.
   return fits and wire.exchange == "gather" and _can_decode(wire, mesh)
 
 
@@ -81,7 +82,7 @@ def send(
   """Computes the outer gradients and encodes them: lines 7 and 8; see `outer.send`.
 
   Returns `codec_state` unchanged, and ignores `key` and `first`: `can_send` allows only
-  compressors without state and random numbers.
+  a compressor without state and without random numbers.
   """
   del key, first
   params_M, places = {k: params_M[k] for k in theta}, specs(theta, mesh)
@@ -112,8 +113,8 @@ def _encode(piece: Cut, x_M: Array, t: Array, ids: Layers) -> tuple[list[Array],
   """Encodes a tensor.
 
   Returns:
-    Parts of its payload, uint8 [M, n]; the squared norms of its outer gradients and of
-    their coding errors, float32 [2, M].
+    Parts of the tensor's payload, uint8 [M, n] each; squared norms of the outer
+    gradients and of their coding errors, float32 [2, M].
   """
   t = t.reshape(len(ids), -1, piece.row)
   x_M = x_M.reshape(len(x_M), -1, *t.shape[1:])
@@ -150,10 +151,10 @@ def _update(
   outer: Outer,
   mesh: Mesh,
 ) -> tuple[PyTree, PyTree, sync_metrics.Metrics]:
-  """Decodes, averages and steps the outer optimizer: lines 10 and 11.
+  """Decodes, averages and runs the outer optimizer: lines 10 and 11.
 
-  The same as `outer.update`, to which it leaves two cases: payloads with weights, and
-  payloads that a mesh with another fsdp axis encoded.
+  Returns what `outer.update` returns, and calls `outer.update` in two cases: there are
+  weights, or a mesh with an fsdp axis of another size encoded the payload.
   """
   if weights_M is not None or payload.shape[1] != mesh.shape[FSDP]:
     whole = (theta, opt_state, payload, tuned, weights_M)
@@ -164,9 +165,9 @@ def _update(
   def local(
     theta: PyTree, opt_state: PyTree, payload: Array, tuned: OuterTuned
   ) -> tuple[PyTree, PyTree, Array, Array]:
-    """Also returns products of outer gradients; squared norms of mean and update."""
+    """Returns the new theta and opt_state, and the sums of `_step` over all tensors."""
     optimizer, payload_M = optimizers.make_outer(outer, tuned), payload[:, 0]
-    # The state of SGD is a tree like theta, or empty.
+    # The state of SGD is a tree like theta (the momentum), or empty.
     state, news, sums = jax.tree.leaves(opt_state), list[list[Array]](), list[Array]()
     tensors = _tensors(wire, mesh, len(payload), theta, at[0])
     for i, (_, share, t, piece) in enumerate(tensors):
@@ -199,11 +200,12 @@ update, update_in_place = _jit(_update), _jit(_update, donate_argnums=(0, 1))
 def _step(
   optimizer: optax.GradientTransformation, piece: Cut, code_M: Array, olds: list[Array]
 ) -> tuple[list[Array], list[Array]]:
-  """Steps a tensor and its optimizer state.
+  """Updates a tensor and its optimizer state by one outer step.
 
   Returns:
-    [the tensor, its state]; sums over the tensor: the products of the outer gradients
-    of each two replicas [M, M], the squared norms of their mean and of the update [2].
+    [new tensor, its new state], and sums over the tensor: the scalar product of the
+    outer gradients of each pair of replicas [M, M]; the squared norms of the mean outer
+    gradient and of the update [2].
   """
   m, pieces_M, shape = len(code_M), piece.by_piece(code_M), olds[0].shape
   like: PyTreeDef = jax.tree.structure(optimizer.init(olds[0]))
@@ -239,10 +241,10 @@ def _step(
 def _tensors(
   wire: WireConfig, mesh: Mesh, m: int, theta: PyTree, places: PyTree
 ) -> list[tuple[bool, float, Array, Cut]]:
-  """Lists (whether it has layers, weight of a device's sums, the tensor, its cut).
+  """Lists, per tensor: whether it has layers, weight of a device's sums, tensor, `Cut`.
 
-  Sums are added over the devices of a replica. All of these hold an unsharded tensor
-  whole, so the weight of its sums is 1 / fsdp.
+  Sums are added over the devices of a replica. Each of these devices has a whole copy
+  of an unsharded tensor, so the sums of such a tensor have the weight 1 / fsdp.
   """
   tensors, most = [], _most(mesh)
   leaves, _ = jax.tree.flatten_with_path(theta)
@@ -257,10 +259,11 @@ def _tensors(
 def _alone(j: Array, f: Callable[..., Result], *args: PyTree) -> Result:
   """Computes f(*args) once, into separate arrays; j is a loop index, never negative.
 
-  Inside a loop, XLA would fuse f into each use of its result. On CPUs, that fusion
-  updates tensors in place on one thread, and copies whole tensors read twice.
+  Otherwise XLA fuses f, inside a loop, into each operation that uses f's result. On
+  CPUs such a fusion updates tensors in place on one thread only, and copies a whole
+  tensor that is read twice.
   """
-  f = jax.jit(f)  # Traced once for the three uses below.
+  f = jax.jit(f)  # So f is traced once for the three uses below.
   zeros = lambda *args: jax.tree.map(jnp.zeros_like, jax.eval_shape(f, *args))
   branch = lambda *args: jax.lax.cond(j >= 0, f, zeros, *args)
   barrier = lambda *args: jax.lax.optimization_barrier(f(*args))

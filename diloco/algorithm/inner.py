@@ -1,9 +1,10 @@
 """The inner step: every replica trains alone, and one jitted program runs all replicas.
 
-DrJAX maps the step over the leading axis, which counts replicas. Replicas exchange
-nothing here, except gradients in joint steps. If every device has one whole replica,
-each device runs the step of its own replica, without that axis. Data-parallel has one
-model on this axis; its gradient is averaged over the whole mesh.
+DrJAX maps the inner step over the leading axis, which is the axis of the replicas.
+Replicas exchange nothing here, except gradients in joint steps. If every device has one
+whole replica, each device runs the step of its own replica without the leading axis.
+For data-parallel the leading axis has size 1: one model, whose gradient is averaged
+over the whole mesh.
 """
 
 import functools
@@ -31,7 +32,7 @@ class InnerMetrics(NamedTuple):
   """Metrics of one inner step; each is float32[M], sharded by replica."""
 
   loss: jax.Array  # Mean cross entropy over the replica's tokens, nats.
-  grad_norm: jax.Array  # Global L2 norm before clipping, of all parameters.
+  grad_norm: jax.Array  # Global L2 norm of the gradient before clipping.
   update_norm: jax.Array  # Global L2 norm of the parameters' change.
 
 
@@ -52,15 +53,15 @@ def inner_step(
     opt_state_M: inner optimizer state, leaves (M, ...); donated.
     tokens_MxBxL: int32, B sequences for each replica.
     tuned: learning rate and weight decay.
-    averaged: whether all replicas step along their mean gradient (joint steps).
+    averaged: whether all replicas use their mean gradient (joint steps).
 
   Returns:
     New parameters, new optimizer state, metrics.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not c.one_model and mesh.shape[FSDP] == 1 and mesh.shape[REPLICA] == c.models:
-    # Each device has one whole replica. Its program does not depend on where the other
-    # replicas are; so its result does not either, bit for bit.
+    # Each device has one whole replica. The placement of the other replicas changes
+    # neither the device's program nor any bit of the result.
     spec = P(REPLICA)
     alone = functools.partial(_whole_step, c, averaged)
     arrays = (params_M, opt_state_M, tokens_MxBxL)
@@ -81,7 +82,7 @@ def _whole_step(
   arrays_1: tuple[PyTree, PyTree, jax.Array],
   tuned: Tuned,
 ) -> tuple[PyTree, PyTree, InnerMetrics]:
-  """Steps the only replica of a device, without the leading axis."""
+  """Runs the inner step of a device's only replica, without the leading axis."""
   params, opt_state, tokens_BxL = jax.tree.map(lambda x: x[0], arrays_1)
   grads, nll = _gradients(c, params, tokens_BxL)
   if averaged:
@@ -98,7 +99,7 @@ def _step(
   grads: PyTree,
   nll: jax.Array,
 ) -> tuple[PyTree, PyTree, InnerMetrics]:
-  """Steps the inner optimizer of one model."""
+  """Updates one model by its inner optimizer."""
   optimizer = make_inner(c, tuned)
   updates, opt_state = optimizer.update(grads, opt_state, params)
   metrics = InnerMetrics(nll, _norm(grads), _norm(updates))
@@ -111,13 +112,13 @@ def _gradients_of_all(
   """Returns gradients and mean cross entropy of all models, leaves (M, ...)."""
   gradients = _mean_gradients if c.one_model else _gradients
   args = (params_M, tokens_MxBxL)
-  if c.models == 1:  # Drops the leading axis: with it, XLA for CPU fuses less.
+  if c.models == 1:  # With the leading axis, XLA for CPU fuses less.
     one = gradients(c, *jax.tree.map(lambda x: x[0], args))
     return jax.tree.map(lambda x: x[None], one)
   if jax.sharding.get_abstract_mesh().shape[REPLICA] == 1:
-    # All replicas live on the same devices, so they run one after the other. This needs
-    # the memory of one replica's activations only, and it avoids batched matrix
-    # products, at which XLA for CPU is slow.
+    # All replicas are on the same devices, so they run one after the other. Then memory
+    # holds the activations of one replica only, and no matrix product is batched: XLA
+    # for CPU is slow at batched products.
     return jax.lax.map(lambda args: gradients(c, *args), args)
   return each_replica(c, functools.partial(gradients, c), *args)
 
@@ -137,8 +138,8 @@ def _gradients(
   c: Config, params: PyTree, tokens_BxL: jax.Array
 ) -> tuple[PyTree, jax.Array]:
   """Returns gradient and mean cross entropy over one replica's tokens."""
-  # Names no axis if the batch is not sharded here: a useless sharding constraint makes
-  # XLA fuse less.
+  # batch_axes is empty if the batch is not sharded here: a useless sharding constraint
+  # makes XLA fuse less.
   mesh = jax.sharding.get_abstract_mesh()
   batch_axes = () if mesh.size == 1 or FSDP in mesh.manual_axes else (FSDP,)
 
@@ -158,7 +159,7 @@ def _gradients(
   def body(total: PyTree, tokens: jax.Array) -> tuple[PyTree, None]:
     return jax.tree.map(jnp.add, total, grad(params, tokens)), None
 
-  # Float32, because a sum in bfloat16 loses its small terms.
+  # The sum is float32, because a sum in bfloat16 loses small terms.
   like = jax.eval_shape(grad, params, micro[0])
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
   total, _ = jax.lax.scan(body, zeros, micro)
@@ -184,7 +185,7 @@ def _mean_gradients(
 
 
 def mean_of_all(c: Config, grads_M: PyTree) -> PyTree:
-  """Gives every replica the mean gradient; a device first averages its replicas."""
+  """Gives every replica the mean gradient; a device averages its own replicas first."""
 
   def mean(grads_M: PyTree) -> PyTree:
     own = jax.tree.map(lambda x_M: x_M.mean(axis=0), grads_M)
@@ -201,7 +202,7 @@ def mean_of_all(c: Config, grads_M: PyTree) -> PyTree:
 
 
 def _all_reduced(c: Config, grads: PyTree, *more: *More) -> tuple[PyTree, *More]:
-  """Averages over the axis REPLICA: gradients in inner.gradient_dtype, and `more`."""
+  """Averages gradients, in inner.gradient_dtype, and `more` over the axis REPLICA."""
 
   def mean_of(sent: PyTree, *more: *More) -> tuple[PyTree, *More]:
     # XLA refuses an all-reduce over an axis of one device if another axis is sharded.

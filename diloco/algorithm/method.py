@@ -1,12 +1,13 @@
-"""What the training loop calls: a method takes the state of a run from step to step.
+"""Defines the method that takes the state of a run from step to step.
 
-A method runs the inner steps of all replicas, and `Streaming` synchronises them. A
-subclass trains many runs (`diloco.together`), or a part of a run.
+The training loop calls the method, which runs the inner steps of all replicas and has a
+`Streaming` that synchronises the replicas. A subclass trains several runs at once
+(`diloco.together`), or a part of a run.
 
-An exchange overlaps with inner steps only if one program runs both: a device runs
-separate programs one after the other. XLA for TPUs and GPUs overlaps them
-(docs/aot.md), XLA for CPUs does not. With `overlap.transport=host` the hosts exchange
-payloads.
+An exchange overlaps with inner steps only if one program contains the exchange and the
+steps: a device runs separate programs one after the other. In such a program,
+XLA for TPUs and GPUs overlaps the two (docs/aot.md), XLA for CPUs does not. With
+`overlap.transport=host` the hosts exchange payloads while the devices train.
 
 Steps are numbered from 1; t counts finished inner steps.
 """
@@ -45,7 +46,7 @@ class Method:
   averages the gradient over all devices.
 
   Attributes:
-    c: the config by which the method trains.
+    c: the config of the training.
     sync: synchronises the replicas.
   """
 
@@ -76,11 +77,11 @@ class Method:
   ) -> TrainState:
     """Describes shapes, dtypes and shardings of the state after step t.
 
-    Computes nothing. A checkpoint needs it.
+    Computes nothing. Code that restores a checkpoint needs this description.
 
     Args:
-      fsdp: size of the fsdp axis that encoded the payloads in flight; None: as in this
-        mesh.
+      fsdp: size of the fsdp axis when the payloads in flight were encoded; None: as in
+        this mesh.
       drained: whether nothing is in flight.
     """
     params_M, opt_state_M = abstract_inner(self.c, self.sync.mesh)
@@ -89,14 +90,14 @@ class Method:
     return TrainState(params_M, opt_state_M, outer)
 
   def enter(self, t: int, state: TrainState) -> tuple[int, TrainState]:
-    """Joins the run with the state after step t; returns where training goes on."""
+    """Joins the run after step t; returns the step and state from which to go on."""
     return t, state
 
   def span(self, t: int, last: int, periods: Sequence[int]) -> range:
     """Returns the inner steps after step t that are launched together.
 
-    These are one inner step, or the inner steps that overlap one exchange. No
-    evaluation and no checkpoint falls inside the range.
+    The range has one inner step, or inner steps that overlap the same exchange.
+    Evaluations and checkpoints come only at the end of the range.
 
     Args:
       t: number of finished inner steps, less than `last`.
@@ -109,7 +110,7 @@ class Method:
   def inner(
     self, steps: range, state: TrainState, tokens: list[jax.Array]
   ) -> tuple[TrainState, list[InnerMetrics]]:
-    """Runs inner steps, lines 3 to 5, together with the exchange that they overlap.
+    """Runs inner steps (lines 3 to 5 of Algorithm 2) and the exchange they overlap.
 
     Args:
       steps: a range from `span`.
@@ -117,7 +118,8 @@ class Method:
       tokens: int32 [M, B, L] for each step.
 
     Returns:
-      The state after the steps and the metrics of each step; waits for neither.
+      The state after the steps, and the metrics of each step; does not wait for the
+      devices to compute them.
     """
     c, sync, numbers = self.c, self.sync, tuned(self.c)
     if not self.sync.overlap_steps(steps[0] - 1):
@@ -132,7 +134,7 @@ class Method:
       )
       return TrainState(params_M, opt_state_M, state.outer), [metrics]
     sent = sync.schedule.sends(steps[0] - 1)
-    # The list of tokens has a fixed length, so that one program serves every count.
+    # The list of tokens has a fixed length, so that one program serves any count.
     spare = sync.schedule.longest_overlap - len(tokens)
     params_M, opt_state_M, by_step, arrived = overlapped_exchange(
       np.int32(len(tokens)),
@@ -148,17 +150,17 @@ class Method:
     return TrainState(params_M, opt_state_M, outer), by_step[: len(tokens)]
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    """Runs what is due after inner step t: averages, then lines 6 to 12 of Algorithm 2.
+    """Runs plug-ins' averages after inner step t, then lines 6 to 12 of Algorithm 2.
 
     Returns:
-      The step after which training goes on, the new state, and what happened.
+      The step after which training goes on, the new state, and the events.
     """
     state, averages = self.average(t, state)
     params, outer, events = self.sync.step(t, state.params, state.outer)
     return t, TrainState(params, state.opt_state, outer), averages + events
 
   def average(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
-    """Averages over the replicas what plug-ins average after inner step t."""
+    """Runs the averages over replicas that plug-ins define, after inner step t."""
     events = list[Event]()
     for kind in self.c.averages_after(t):
       with TraceAnnotation(kind):
@@ -167,10 +169,10 @@ class Method:
     return state, events
 
   def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
-    """Receives what is in flight after the last step t.
+    """Receives the fragments in flight after the last inner step t.
 
     Raises:
-      Stopped: a signal came while this process waited for others.
+      Stopped: a signal came while a part of a run waited for the other parts.
     """
     final_sync = self.c.outer.final_sync
     params, outer, events = self.sync.drain(t, state.params, state.outer, final_sync)
@@ -179,15 +181,16 @@ class Method:
   def params(self, state: TrainState) -> PyTree:
     """Returns the parameters to evaluate, one replica's tree, float32.
 
-    These are the outer parameters, as in the papers (2501.18512, Table 3). Those of
-    data-parallel are the model's, or the average that the inner optimizer keeps.
+    For DiLoCo these are the outer parameters, as in the papers (2501.18512, Table 3).
+    For data-parallel they are the model's parameters, or the inner optimizer's average
+    of the parameters if it keeps an average.
     """
     if self.sync.fragments:
       return self.sync.params(state.outer)
     return first_replica(judged(state.params, state.opt_state), mesh=self.sync.mesh)
 
   def after_drain(self, t: int) -> Self:
-    """Returns the method of a run that finished after step t and is now extended."""
+    """Returns this method for a run that finished after step t and is now extended."""
     return dataclasses.replace(self, sync=self.sync.after_drain(t))
 
   def recovers(self, t: int) -> bool:
@@ -196,21 +199,21 @@ class Method:
     return False
 
   def note(self) -> str:
-    """Returns more text for the progress line."""
+    """Returns a text that is added to the progress line."""
     return ""
 
   def account(self, summary: Json) -> Json:
-    """Returns fields that this method adds to a run's summary, or replaces there."""
+    """Returns the fields that this method adds to a run's summary, or changes in it."""
     del summary
     return {}
 
   def of_run(self, arrays: PyTree, r: int) -> PyTree:
-    """Returns the arrays of run r from those of all runs that train together."""
+    """Takes the arrays of run r out of the arrays of all runs that train together."""
     del r
     return arrays
 
   def close(self, reason: str) -> None:
-    """Leaves the run; only the first call does something.
+    """Leaves the run; further calls do nothing.
 
     Args:
       reason: finished, stopped (and saved), or ended (by an error).
@@ -223,7 +226,7 @@ def make_method(c: Config, mesh: Mesh) -> Method:
   """Makes the method of a config.
 
   Raises:
-    ConfigError: inner.optimizer cannot step the parameters, or see `make_streaming`.
+    ConfigError: inner.optimizer cannot update the parameters; see `make_streaming` too.
   """
   abstract_inner(c, mesh)  # Finds mistakes in inner.optimizer; computes nothing.
   return Method(c, make_streaming(c, mesh))
@@ -252,8 +255,8 @@ def overlapped_exchange(
     payloads: uint8 [M, fsdp, bytes], sent before the first step.
 
   Returns:
-    Parameters, optimizer state, metrics of each step (zeros beyond `count`) and
-    everyone's payloads.
+    Parameters, optimizer state, metrics of each step (zeros beyond `count`), and the
+    payloads of all replicas.
   """
   tokens_K = jnp.stack(tokens)
   args = (params_M, opt_state_M, tokens[0], tuned)

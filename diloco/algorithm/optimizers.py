@@ -2,7 +2,7 @@
 
 `inner.optimizer` and `outer.optimizer` name an optimizer of optax or optax.contrib with
 keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov=True)".
-A plug-in may register others for each of the two fields.
+A plug-in may register more optimizers for each of the two fields.
 """
 
 import inspect
@@ -26,24 +26,25 @@ from diloco.spec.fields import OuterConfig
 from diloco.spec.plugins import NAMES, near_name
 from diloco.util.types import PyTree
 
-# A config that names an outer optimizer, or a transformation of optax.
+# The outer optimizer: a config that names it, or a transformation of optax.
 Outer: TypeAlias = OuterConfig | optax.GradientTransformation
-# Arguments of optax's optimizers that weigh the past against a new gradient.
+# Arguments of optax's optimizers that say how slowly past gradients decay.
 _DECAY_RATES = {"momentum", "b1", "b2", "b3", "beta"}
-# The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
-# parameters on a device.
+# fsdp may leave at most this much optimizer state unsharded, as a share of the bytes of
+# the parameters on a device.
 _WHOLE = 0.1
 
 
 class Tuned(NamedTuple):
-  """Numbers that a sweep varies.
+  """Numbers of the inner step that a sweep varies.
 
-  They are arguments of the inner step's program, so XLA compiles one program for all
-  runs of a sweep (the compilation cache finds it).
+  The numbers are arguments of the inner step's program. So XLA compiles one program,
+  and all other runs of the sweep find this program in the compilation cache.
 
   Attributes:
     learning_rate: peak of the schedule.
-    weight_decay: if weight_decay_scaling is schedule, divided by the peak rate.
+    weight_decay: inner.weight_decay, divided by the peak learning rate if
+      inner.weight_decay_scaling is schedule.
   """
 
   learning_rate: jax.Array | float
@@ -51,10 +52,10 @@ class Tuned(NamedTuple):
 
 
 class OuterTuned(NamedTuple):
-  """Numbers of the outer step that a sweep varies; arguments of its program.
+  """Numbers that a sweep varies; they are arguments of the outer step's program.
 
   Attributes:
-    learning_rate: rate of the first sync.
+    learning_rate: the outer learning rate.
     momentum: sgd's momentum; None for sgd without momentum, and for other optimizers.
   """
 
@@ -71,11 +72,11 @@ def tuned(c: Config) -> Tuned:
 
 
 def learning_rate(c: Config, peak: jax.Array | float | None = None) -> optax.Schedule:
-  """Makes the schedule: warm-up, then a cosine to `final_fraction` of the peak at T.
+  """Makes the learning rate schedule: a linear warm-up, then a cosine decay.
 
-  T is `c.schedule_steps`; later steps keep the last rate.
-
-  Inner step t uses the rate at t - 1, so with a warm-up the first step has rate 0.
+  The cosine ends at step `c.schedule_steps` with `final_fraction` of the peak; later
+  steps keep this last rate. Inner step t uses the schedule's value at t - 1, so with a
+  warm-up the first step has rate 0.
   """
   peak, steps = c.inner.learning_rate if peak is None else peak, c.schedule_steps
   warmup = min(c.inner.warmup_steps, steps)
@@ -87,13 +88,14 @@ def learning_rate(c: Config, peak: jax.Array | float | None = None) -> optax.Sch
 
 
 def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransformation:
-  """Makes the inner optimizer; it clips gradients (2501.18512, 3.2; 2503.09799, 3).
+  """Makes the inner optimizer with clipping (2501.18512, 3.2; 2503.09799, 3).
 
-  By default the decay is 1/T times rate / peak rate (Wang & Aitchison, 2024). optax
-  multiplies the decay by the rate, so `tuned` divides the decay by the peak rate.
+  By default a step decays weights by 1/T * learning rate / peak rate (Wang & Aitchison,
+  2024). Optax multiplies its argument `weight_decay` by the learning rate, so `tuned`
+  divides the decay by the peak rate.
 
   Raises:
-    ConfigError: inner.optimizer names no such optimizer, or takes no weight decay.
+    ConfigError: inner.optimizer is unknown, or takes no weight decay.
   """
   values = values or tuned(c)
   norm = c.inner.clip_norm
@@ -106,10 +108,10 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
 
 
 def averages(opt_state: PyTree) -> list[PyTree]:
-  """Finds states of inner optimizers that average their parameters.
+  """Finds the states of inner optimizers that average the parameters.
 
-  Schedule-Free keeps an average x of the parameters y: y = b1 x + (1 - b1) z. Any
-  state that has b1 and z is taken for one. No outer step synchronises them.
+  Schedule-Free keeps an average x, and the parameters are y = b1 x + (1 - b1) z. Any
+  state that has b1 and z counts as Schedule-Free. No outer step synchronises x.
   """
   keeps = lambda x: hasattr(x, "b1") and hasattr(x, "z")
   return [x for x in jax.tree.leaves(opt_state, is_leaf=keeps) if keeps(x)]
@@ -139,7 +141,7 @@ def at_step(opt_state: PyTree, t: int) -> PyTree:
 
 
 def is_schedule(x: PyTree) -> bool:
-  """Whether x is the state of a schedule, which counts updates."""
+  """Returns whether x is the state of a schedule, which counts updates."""
   return isinstance(x, optax.ScaleByScheduleState)
 
 
@@ -162,7 +164,7 @@ def make_outer(
   """Makes the outer optimizer.
 
   Raises:
-    ConfigError: outer.optimizer names no such optimizer.
+    ConfigError: outer.optimizer names an unknown optimizer.
   """
   if isinstance(outer, optax.GradientTransformation):
     return outer
@@ -191,8 +193,8 @@ def _make(
   """Makes the optimizer that `text` names.
 
   Args:
-    leading: axes of a tensor under `blocks` before those of a layer.
-    momentum: replaces that of the text; None: that of the text.
+    leading: number of axes before a layer's own axes in a tensor under `blocks`.
+    momentum: replaces the momentum in `text`; None: keeps the momentum in `text`.
   """
   name, arguments = parse(field, text)
   for decay_rate in _DECAY_RATES & arguments.keys():
@@ -223,10 +225,10 @@ def _make(
         " not 0; set it to 0."
       )
     given["weight_decay"] = decay
-    if "adam_weight_decay" in known:  # Muon uses Adam for other tensors than matrices.
+    if "adam_weight_decay" in known:  # Muon uses Adam for tensors that are no matrices.
       given["adam_weight_decay"] = decay
   elif "weight_decay" in known:
-    arguments = {"weight_decay": 0.0} | arguments  # optax's default is not 0.
+    arguments = {"weight_decay": 0.0} | arguments  # The default of Optax is not 0.
   if name == "muon":
     given["muon_weight_dimension_numbers"] = partial(_matrices, leading)
   for argument in arguments:
@@ -245,7 +247,7 @@ def _make(
 def _matrices(leading: int, params: PyTree) -> PyTree:
   """Tells Muon that a stacked tensor (N, in, out) holds N matrices.
 
-  Otherwise Muon counts three axes and leaves the tensor to Adam.
+  Otherwise Muon would see three axes and leave the tensor to Adam.
   """
 
   def numbers(path: KeyPath, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
@@ -265,8 +267,8 @@ def state_shardings(
   """Returns NamedShardings of an optimizer's state.
 
   A moment has the shape of its parameter, and its path ends with the parameter's path.
-  It is sharded like the parameter. Every device of a replica holds all other parts
-  whole.
+  A moment is sharded like its parameter. All other parts of the state are unsharded:
+  every device of a replica holds a copy.
 
   Args:
     field: name of the config's field, for error messages.
@@ -306,12 +308,12 @@ def state_shardings(
 def places_like(
   state: PyTree, *pairs: tuple[PyTree, PyTree], whole: NamedSharding
 ) -> PyTree:
-  """Returns the shardings of a state, whose parts lie like parameters of their shape.
+  """Returns the shardings of a state, in which moments are sharded like parameters.
 
-  The path of such a part ends in the path of its parameter.
+  A moment has the shape of its parameter, and its path ends with the parameter's path.
 
   Args:
-    pairs: trees of parameters, or their shapes, and their shardings.
+    pairs: (tree of parameters or of their shapes, tree of the parameters' shardings).
     whole: the sharding of all other parts.
   """
   known = {

@@ -10,8 +10,8 @@
   line 12     mix the outer parameters into the replicas   merge
 
 DiLoCo is the case of one fragment, tau = 0, alpha = 0. Every fragment has its own outer
-parameters and optimizer state. `send` and `update` define what is computed; `fused.py`
-has a faster form of both, with the same arguments; only rounding differs.
+parameters and optimizer state. `send` and `update` define the computation. `fused.py`
+has faster forms of these two functions; the results differ by rounding only.
 """
 
 from functools import partial
@@ -47,7 +47,7 @@ def outer_step(
 ) -> tuple[PyTree, OuterState, list[Event]]:
   """Runs lines 6 to 12 after inner step t.
 
-  `params_M` and `state` are donated: use only what is returned.
+  `params_M` and `state` are donated: use only the returned parameters and state.
 
   Args:
     sync: its `send`, `receive` and `merge` know where the arrays lie.
@@ -59,7 +59,7 @@ def outer_step(
     events.append(Event("send", p, t, sync.sync_bytes(p), sent))
   for p, mask in sync.schedule.arrivals(t, last_send):  # Line 9.
     theta = state.theta[p]
-    if sync.schedule.is_outer_step(p, t):  # Once, at the earliest arrival.
+    if sync.schedule.is_outer_step(p, t):  # True only at p's first arrival.
       state, theta, received = sync.receive(p, state)  # Lines 10 and 11.
       events.append(Event("receive", p, t, 0, received))
     params_M = sync.merge(p, params_M, theta, mask)  # Line 12.
@@ -78,7 +78,7 @@ def send(
   wire: WireConfig,
   mesh: Mesh,
 ) -> tuple[jax.Array, PyTree, Metrics]:
-  """Lines 7 and 8: encodes the outer gradient of every replica; reduces nothing.
+  """Lines 7 and 8: encodes every replica's outer gradient; replicas exchange nothing.
 
   Args:
     params_M: parameters of all replicas.
@@ -86,7 +86,7 @@ def send(
     codec_state: compressor state of the fragment; donated.
     layers: int32 (n,), the fragment's layers.
     key: PRNG key of this step and fragment.
-    first: number of the first replica, if these are not all of a run.
+    first: number of the first replica of params_M, counted in the whole run.
 
   Returns:
     Payload uint8 [M, fsdp, bytes], new codec_state, metrics float32 [M].
@@ -111,12 +111,12 @@ def _update(
   outer: Outer,
   mesh: Mesh,
 ) -> tuple[PyTree, PyTree, Metrics]:
-  """Lines 10 and 11: decode, average in float32, step the outer optimizer.
+  """Lines 10 and 11: decodes, averages in float32, runs the outer optimizer.
 
   Args:
     theta: outer parameters of the fragment.
     opt_state: outer optimizer state of the fragment.
-    payload: everyone's payloads, from `transport.carry`.
+    payload: the payloads of all replicas, from `transport.carry`.
     tuned: learning rate and momentum.
     weights_M: weights of the mean, float32 [M]; None: the plain mean. An absent
       replica has the weight 0.
@@ -126,7 +126,7 @@ def _update(
     New theta, new opt_state, metrics float32 [].
   """
   # Line 10.
-  if wire.exchange == "psum":  # The plainest form: all-reduce decoded values.
+  if wire.exchange == "psum":  # The simplest form: an all-reduce of decoded values.
     delta_M = exchange.decode(wire, mesh, payload, theta, (REPLICA,))
     delta, cosine = exchange.all_reduce(mesh, delta_M), None
   else:
@@ -144,25 +144,25 @@ def _update(
 
 
 def average(delta_M: PyTree, weights_M: jax.Array | None, outer: Outer) -> PyTree:
-  """Averages outer gradients over the replicas as `outer.average` says."""
+  """Averages outer gradients over the replicas as the field outer.average says."""
   own = plugins.NAMES["outer.average"].get(getattr(outer, "average", "mean"))
   plain = partial(mean, weights_M=weights_M)
   return own(delta_M, weights_M) if own else jax.tree.map(plain, delta_M)
 
 
 def mean(x_M: jax.Array, weights_M: jax.Array | None) -> jax.Array:
-  """Averages float32 (M, ...) over M, with weights float32 [M] if there are some."""
+  """Averages float32 (M, ...) over M, with weights float32 [M] if they are given."""
   if weights_M is None:
     return x_M.mean(axis=0)
   return jnp.tensordot(weights_M / weights_M.sum(), present(x_M, weights_M), axes=1)
 
 
 def present(x_M: jax.Array, weights_M: jax.Array) -> jax.Array:
-  """Sets an absent replica's values to 0: its payload may decode to anything."""
+  """Sets an absent replica's values to 0: its payload may decode to any values."""
   return jnp.where((weights_M > 0).reshape(-1, *[1] * (x_M.ndim - 1)), x_M, 0)
 
 
-# `update` donates nothing: on hosts, a thread runs it while the old state is in use.
+# `update` donates nothing: a host's thread runs it while the old state is in use.
 _jit = partial(jax.jit, static_argnames=("wire", "outer", "mesh"))
 update, update_in_place = _jit(_update), _jit(_update, donate_argnums=(0, 1))
 
@@ -176,7 +176,7 @@ def merge(
   *,
   alpha: float,
 ) -> PyTree:
-  """Line 12: theta_m <- alpha theta_m + (1 - alpha) theta if mask_M[m], bool [M]."""
+  """Line 12: if mask_M[m] (bool), theta_m <- alpha theta_m + (1 - alpha) theta."""
 
   def mix(x_M: jax.Array, t: jax.Array) -> jax.Array:
     mixed = alpha * x_M.astype(jnp.float32) + (1 - alpha) * t if alpha else t

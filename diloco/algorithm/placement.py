@@ -1,12 +1,12 @@
-"""Where the outer state lives, and where lines 7 to 12 of Algorithm 2 run: a place.
+"""Places: where the outer state lives, and where lines 7 to 12 of Algorithm 2 run.
 
 OnDevices   The outer state lives on the devices, and is updated there.
 Offloaded   The outer state lives in pinned memory of the devices' hosts. A fragment is
             copied to the devices when it is sent, and copied back when it is updated.
-OnHosts     The outer state lives on the hosts: every process holds all of it on its
-            CPU, and a thread updates it there from everyone's payloads.
+OnHosts     The outer state lives on the hosts: every process has a copy on its CPU, and
+            a thread updates the copy there from the payloads of all replicas.
 
-All places compute equal results; `streaming.Streaming` defines lines 7 to 12.
+All places compute the same results; `streaming.Streaming` defines lines 7 to 12.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from diloco.mesh.modes import plain_modes
 from diloco.util.types import PyTree
 
 Result = TypeVar("Result")
-# Takes theta, opt_state and one more tree; returns new theta, new opt_state, metrics.
+# Called with theta, opt_state, one more tree; returns new theta, opt_state, metrics.
 Update: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, Metrics]]
-# Takes theta on the devices and codec_state; returns payload, codec_state, metrics.
+# Called with theta on devices, codec_state; returns payload, codec_state, metrics.
 Encode: TypeAlias = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree, Metrics]]
 Updated: TypeAlias = tuple[OuterState, PyTree, Metrics]
 
@@ -55,11 +55,11 @@ class OnDevices:
   def send(
     self, encode: Encode, update: Update, p: int, state: OuterState
   ) -> tuple[OuterState, Metrics]:
-    """Lines 7 and 8: sends fragment p; returns it in flight.
+    """Lines 7 and 8: sends fragment p; returns the state with p in flight.
 
     Args:
       encode: lines 7 and 8.
-      update: lines 10 and 11, which may begin once the payload is there.
+      update: lines 10 and 11, which a thread may begin as soon as p is sent.
     """
     theta, _, codec_state = state.fragment(p)
     payload, codec_state, sent = encode(self.fetch(theta), codec_state)
@@ -77,22 +77,22 @@ class OnDevices:
     """Updates fragment p by a function, such as lines 10 and 11, on `mesh`.
 
     Args:
-      line: takes theta, opt_state and `given`.
+      line: the function, called with theta, opt_state and `given`.
       given: a payload in flight, or arrays on the devices.
     """
     theta, opt_state, metrics = line(*state.fragment(p)[:2], given)
     return state.after_update(p, theta, opt_state), theta, metrics
 
   def shardings(self, places: PyTree) -> PyTree:
-    """Turns shardings on the devices into those of the outer state where it lives."""
+    """Turns the outer state's shardings on the devices into those of this place."""
     return places
 
   def keep(self, tree: PyTree) -> PyTree:
-    """Copies outer state to where it lives, from the devices or from `mesh`."""
+    """Copies outer state from the devices or from `mesh` to this place."""
     return tree
 
   def fetch(self, theta: PyTree) -> PyTree:
-    """Copies outer parameters to the devices, from where they live or from `mesh`."""
+    """Copies outer parameters from this place or from `mesh` to the devices."""
     return theta
 
   def settle(self) -> None:
@@ -125,7 +125,7 @@ class Offloaded(OnDevices):
     return super().send(encode, update, p, _moved(state, p, "device"))
 
   def update(self, line: Update, p: int, state: OuterState, given: PyTree) -> Updated:
-    state = _moved(state, p, "device")  # In memory already, unless the run resumed.
+    state = _moved(state, p, "device")  # Copies nothing if `send` has put p there.
     state, theta, metrics = super().update(line, p, state, given)
     return _moved(state, p, "pinned_host"), theta, metrics
 
@@ -140,26 +140,26 @@ class Offloaded(OnDevices):
 
 
 class Jobs:
-  """Runs one job per exchange in flight, such as lines 10 and 11.
+  """Runs one job, such as lines 10 and 11, for each exchange in flight.
 
   In the foreground, a job runs when its fragment arrives. In the background, a thread
   runs the jobs in the order of the sends while the devices train.
 
-  What is in flight is in the state alone. A result counts only if the job began with
-  exactly the arrays that the state has when the fragment arrives.
+  Only the state says which fragments are in flight. The result of a job is used only if
+  the job began with exactly the arrays that the state has when the fragment arrives.
   """
 
   def __init__(self, background: bool):
     self._thread = futures.ThreadPoolExecutor(1, "exchange") if background else None
-    # {p: (arguments, result) of the job that began last}
+    # {p: (arguments, result) of the newest job}
     self._jobs: dict[int, tuple[PyTree, futures.Future[PyTree]]] = {}
-    self.waited_s = 0.0  # What `finish` last waited.
+    self.waited_s = 0.0  # Seconds that the last `finish` waited.
 
   def start(self, p: int, job: Callable[..., PyTree], *args: PyTree) -> None:
-    """Lets `job(*args)` begin.
+    """Starts `job(*args)` in the thread; does nothing in the foreground.
 
     Args:
-      p: the number that `finish` gives again: the fragment, or the round.
+      p: number of the fragment or round; `finish` gets the same number.
     """
     if self._thread:
       run = plain_modes()(lambda: jax.block_until_ready(job(*args)))
@@ -171,8 +171,8 @@ class Jobs:
       return job(*args)
     began_with, _ = self._jobs.get(p, (None, None))
     if not _are_same(began_with, args):
-      # The run resumed, or went back to an earlier state. The thread runs a job that it
-      # drops to its end first, so all processes exchange in the same order.
+      # The run resumed, or went back to an earlier state. The thread first runs the old
+      # job to its end, so all processes exchange in the same order.
       self.start(p, job, *args)
     began = time.perf_counter()
     result = self._jobs.pop(p)[1].result()
@@ -185,7 +185,7 @@ class Jobs:
     futures.wait(result for _, result in self._jobs.values())
 
   def close(self) -> None:
-    """Drops the jobs that have not begun; waits for none."""
+    """Drops the jobs that have not begun; waits for no job."""
     if self._thread:
       self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -195,7 +195,7 @@ class OnHosts(OnDevices):
   """The outer state lives on the hosts, and a thread updates it there.
 
   Attributes:
-    hosts: a mesh of one CPU of every process.
+    hosts: a mesh with one CPU of each process.
   """
 
   hosts: Mesh
@@ -258,7 +258,7 @@ def make_place(mesh: Mesh, hosts: Mesh | None, offload: bool) -> OnDevices:
 
   Args:
     mesh: the replica x fsdp mesh.
-    hosts: one CPU of every process if hosts keep the outer state, else None.
+    hosts: a mesh with one CPU of each process if hosts keep the outer state, else None.
     offload: whether the outer state lives in pinned memory; ignored if hosts keep it.
 
   Raises:
@@ -270,7 +270,7 @@ def make_place(mesh: Mesh, hosts: Mesh | None, offload: bool) -> OnDevices:
 
 
 def _are_same(a: PyTree, b: PyTree) -> bool:
-  """Returns whether two trees hold the same arrays, not only equal ones."""
+  """Returns whether two trees hold the same array objects, not only equal values."""
   x, y = jax.tree.leaves(a), jax.tree.leaves(b)
   return len(x) == len(y) and all(map(operator.is_, x, y))
 

@@ -1,8 +1,8 @@
 """Takes a fragment out of the parameters, puts it back, and joins all fragments.
 
-Parameters are {'blocks': leaves (N, ...), 'embed': leaves (...)}. The trees of other
-training loops may have other names in place of `embed`, or no `blocks`. A fragment is a
-tree with some of the names; its `blocks` have leaves (n, ...) for its n layers.
+Parameters are {'blocks': leaves (N, ...), 'embed': leaves (...)}. In a user's own
+training loop they may have other names in place of `embed`, or no `blocks`. A fragment
+is a tree with some of these names; for its n layers, its `blocks` have leaves (n, ...).
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -54,7 +54,7 @@ def put(
       mixed = mix(x_M[:, layers[i]], y_M[:, i])
       return jax.lax.dynamic_update_index_in_dim(x_M, mixed, layers[i], axis=1)
 
-    # Layer by layer, so that a donated x_M changes in place.
+    # Puts one layer after the other, so that a donated x_M changes in place.
     return jax.lax.fori_loop(0, len(layers), one, x_M)
 
   params_M, layers = dict(params_M), jnp.asarray(layers)
@@ -72,9 +72,9 @@ def one_of(tree_M: PyTree) -> PyTree:
 def as_merged(theta: jax.Array, x_M: jax.Array) -> jax.Array:
   """Rounds outer parameters to the replicas' dtype; returns float32.
 
-  The papers do not specify this. Replicas in bfloat16 start from rounded values. If
-  theta were not rounded, the outer gradient would contain the rounding error, even if
-  no replica trained.
+  The papers do not specify this rounding. Replicas in bfloat16 start from rounded
+  values. If theta were not rounded, the outer gradient would contain the rounding
+  error, even if no replica trained.
   """
   info = jnp.finfo(x_M.dtype)
   # XLA may drop a cast to bfloat16 and back, but not `reduce_precision`.

@@ -1,4 +1,4 @@
-"""The arrays that training changes, their first values, and the models in them."""
+"""The arrays that training changes, their first values, and means over replicas."""
 
 import dataclasses
 import functools
@@ -27,13 +27,13 @@ Parts = tuple[PyTree, PyTree, PyTree]
 
 @flax.struct.dataclass
 class InFlight:
-  """A fragment that is sent and not yet updated.
+  """A fragment that was sent and is not yet updated.
 
   Attributes:
     payload: uint8 [M, fsdp, bytes], see `wire.exchange`.
-    arrived: whether every replica holds everyone's payload already, because an exchange
-      overlapped with inner steps. A checkpoint keeps only the payload, which a run that
-      goes on sends again.
+    arrived: whether every replica already holds the payloads of all replicas, because
+      the exchange overlapped with inner steps. A checkpoint does not keep this flag, so
+      a resumed run sends the payload again.
   """
 
   payload: jax.Array
@@ -42,7 +42,7 @@ class InFlight:
 
 @flax.struct.dataclass
 class OuterState:
-  """The arrays that the outer step changes; `algorithm.placement` says where they are.
+  """The arrays that the outer step changes; see `placement` for where they lie.
 
   Attributes:
     theta: outer parameters of each fragment, {'blocks': (n, ...)} and/or
@@ -50,10 +50,10 @@ class OuterState:
     opt_state: outer optimizer state of each fragment.
     codec_state: compressor state of each fragment, leaves (M, ...) shaped and sharded
       like the replicas' parameters; empty if the compressor has no state.
-    in_flight: {p: payload} of each fragment that is sent and not yet updated.
+    in_flight: {p: payload} of each fragment that was sent and is not yet updated.
     own: for each fragment, {name: state} of plug-ins; see `plugins.OuterStep`.
     steps: in the library, int32 [2] on the host: finished inner steps, and the step of
-      the last drain (0: none). None in the trainer, whose record has both.
+      the last drain (0: none). None in the trainer, whose checkpoints record the two.
   """
 
   theta: tuple[PyTree, ...]
@@ -68,7 +68,7 @@ class OuterState:
     return self.theta[p], self.opt_state[p], self.codec_state[p]
 
   def with_fragment(self, p: int, theta: PyTree, opt_state: PyTree) -> "OuterState":
-    """Returns the state with another theta and opt_state of fragment p."""
+    """Returns the state with a new theta and opt_state of fragment p."""
     return dataclasses.replace(
       self,
       theta=replaced(self.theta, p, theta),
@@ -78,17 +78,17 @@ class OuterState:
   def with_arrived(
     self, sent: Sequence[int], payloads: Sequence[jax.Array]
   ) -> "OuterState":
-    """Returns the state after an exchange that inner steps hid.
+    """Returns the state after an exchange that overlapped with inner steps.
 
     Args:
       sent: the fragments in flight whose payloads were exchanged.
-      payloads: everyone's payloads of each.
+      payloads: for each of these fragments, the payloads of all replicas.
     """
     arrived = {p: InFlight(x, arrived=True) for p, x in zip(sent, payloads)}
     return dataclasses.replace(self, in_flight={**self.in_flight, **arrived})
 
   def with_own(self, p: int, name: str, own: PyTree) -> "OuterState":
-    """Returns the state with another state of the plug-in `name` for fragment p."""
+    """Returns the state with new arrays `own` of the plug-in `name` for fragment p."""
     mine = {**self.own[p], name: own}
     return dataclasses.replace(self, own=replaced(self.own, p, mine))
 
@@ -115,7 +115,7 @@ class TrainState:
   Attributes:
     params: inner parameters of all replicas, leaves (M, N, ...) and (M, ...) of
       `model.param_dtype`. Inner steps and merges change them.
-    opt_state: inner optimizer state, leaves (M, ...). The outer step leaves it alone.
+    opt_state: inner optimizer state, leaves (M, ...). No outer step changes it.
     outer: outer state; that of data-parallel has no fragments.
   """
 
@@ -126,11 +126,11 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-  """What happened after an inner step, for the log and the ledger.
+  """An event after an inner step, such as a send, for the log and the ledger.
 
   Attributes:
     kind: send, receive, average, or a kind of a plug-in.
-    fragment: index p of the fragment; for an average, its kind.
+    fragment: index p of the fragment; for an average, the kind of average.
     step: number of finished inner steps.
     sent: bytes that one replica sends; 0 for a receive.
     metrics: arrays that the devices may still be computing.
@@ -178,11 +178,11 @@ def abstract_inner(c: Config, mesh: Mesh) -> tuple[PyTree, PyTree]:
   """Describes shapes and shardings of inner parameters and inner optimizer state.
 
   Raises:
-    ConfigError: inner.optimizer cannot step these parameters, or averages them, which
-      needs one model in float32.
+    ConfigError: inner.optimizer cannot update these parameters; or it averages them,
+      which needs data-parallel and float32.
   """
   optimizer, leading = optimizers.make_inner(c), (None if c.one_model else REPLICA,)
-  # Makes the key in eval_shape too: the devices of a dry run cannot compute.
+  # The key is made in eval_shape too, because the devices of a dry run cannot compute.
   params_M, opt_state_M = jax.eval_shape(lambda: init_inner(c, jax.random.key(0)))
   found = c.algorithm, c.model.param_dtype
   if optimizers.averages(opt_state_M) and found != ("data_parallel", "float32"):
@@ -199,5 +199,5 @@ def abstract_inner(c: Config, mesh: Mesh) -> tuple[PyTree, PyTree]:
 
 
 def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
-  """Returns the items with another one at an index."""
+  """Returns the items with `item` in place of the old item at `index`."""
   return (*items[:index], item, *items[index + 1 :])

@@ -1,6 +1,6 @@
-"""Streaming DiLoCo as one object: what is sent, when, on which wire, between whom.
+"""Streaming DiLoCo as one object: which fragments replicas exchange, when, and how.
 
-The trainer (`method.py`) and the library (`diloco.streaming`) use the same object.
+The trainer (`method.py`) and the library (`diloco.streaming`) use this object.
 Without fragments, as in data-parallel, nothing is ever sent or merged.
 """
 
@@ -38,7 +38,7 @@ from diloco.wire.transport import Transport, make_transport
 
 
 class Step(Protocol):
-  """Lines 6 to 12, as `outer.outer_step`, or with what a plug-in puts around them."""
+  """A function that runs lines 6 to 12: `outer.outer_step`, or one of a plug-in."""
 
   def __call__(
     self,
@@ -69,8 +69,8 @@ class Streaming:
     place: where the outer state lives, and where and when it is updated.
     transport: carries the payloads between replicas.
     lines_7_8: `outer.send` or `fused.send`.
-    lines_10_11: `outer.update` or `fused.update`, in place or not.
-    outer_step: lines 6 to 12, with what plug-ins put around these lines.
+    lines_10_11: `outer.update` or `fused.update`, or its in-place form.
+    outer_step: lines 6 to 12, and the steps that plug-ins add around these lines.
   """
 
   schedule: Schedule
@@ -111,7 +111,7 @@ class Streaming:
     Args:
       params_M: parameters of all replicas, or their shapes.
       in_flight: fragments whose payloads the state holds.
-      fsdp: size of the fsdp axis that encoded the payloads; None: as in this mesh.
+      fsdp: size of the fsdp axis that encoded these payloads; None: as in this mesh.
     """
     parts, own = list[Parts](), list[dict[str, PyTree]]()
     for p, layers in enumerate(self.layers):
@@ -121,7 +121,7 @@ class Streaming:
       parts.append(sharding.structs(state, places))
       mine_at = _own_shardings(mine, state[0], self.replicas, self.mesh)
       own.append(sharding.structs(mine, mine_at))
-    payload = lambda p: cast(jax.Array, self.payload(p, fsdp))  # Its shape alone.
+    payload = lambda p: cast(jax.Array, self.payload(p, fsdp))  # Only its shape.
     return _outer_state(parts, {p: InFlight(payload(p)) for p in in_flight}, own)
 
   def step(
@@ -135,17 +135,17 @@ class Streaming:
   ) -> tuple[PyTree, OuterState, list[Event]]:
     """Receives the fragments in flight after the last step.
 
-    With `final_sync`, it then synchronises all fragments once more.
+    With `final_sync`, synchronises all fragments once more after that.
 
     Raises:
-      Stopped: a signal came while this process waited for others.
+      ExchangeFailed: another process is probably gone.
     """
     events, t = list[Event](), last
     for t in range(last + 1, last + max(self.schedule.taus) + 1):
       params_M, state, more = self.step(t, params_M, state, last_send=last)
       events += more
     if final_sync:
-      # No other send has used the step t + 1, so the random numbers are new.
+      # No other send used step t + 1 for its PRNG key, so the random numbers are new.
       now = Schedule(len(self.fragments), 1, (0,) * self.replicas)
       sync = dataclasses.replace(self, schedule=now)
       params_M, state, more = outer.outer_step(sync, t + 1, params_M, state)
@@ -153,20 +153,20 @@ class Streaming:
     return params_M, state, events
 
   def params(self, state: OuterState) -> PyTree:
-    """Joins the outer parameters of all fragments, each from its own last sync.
+    """Joins the outer parameters that each fragment has since its last sync.
 
     The papers evaluate these parameters (2501.18512, Table 3).
 
     Returns:
       One replica's tree, float32, sharded over fsdp.
     """
-    # Waits: jobs and the copies below must not start collectives at the same time.
+    # Jobs and the copies below must not start collectives at the same time, so wait.
     self.place.settle()
     thetas = map(self.place.fetch, state.theta)
     return slices.join(thetas, self.layers, self.parameters, self.mesh)
 
   def after_drain(self, step: int) -> "Streaming":
-    """Returns the object of a run that was finished after `step` and is extended."""
+    """Returns this object for a run that finished after `step` and is now extended."""
     schedule = dataclasses.replace(self.schedule, drained=step)
     return dataclasses.replace(self, schedule=schedule)
 
@@ -196,7 +196,7 @@ class Streaming:
   def merge(
     self, p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
   ) -> PyTree:
-    """Line 12 for fragment p; theta is that of the state or of `receive`."""
+    """Line 12 for fragment p; theta comes from the state or from `receive`."""
     theta, layers = self.place.fetch(theta), self.layers[p]
     with TraceAnnotation("merge"):
       return outer.merge(params_M, theta, layers, np.asarray(mask), alpha=self.alpha)
@@ -220,7 +220,7 @@ class Streaming:
   def update(
     self, theta: PyTree, opt_state: PyTree, flying: InFlight
   ) -> tuple[PyTree, PyTree, Metrics]:
-    """Lines 10 and 11 on arrays of `place.mesh`: carries the payloads, then updates.
+    """Lines 10 and 11 on arrays of `place.mesh`: exchanges payloads, then updates.
 
     Donates theta and opt_state, except on hosts.
     """
@@ -245,7 +245,7 @@ class Streaming:
     return self._sync_bytes[p]
 
   @functools.cached_property
-  def _sync_bytes(self) -> list[int]:  # Every send asks.
+  def _sync_bytes(self) -> list[int]:  # Cached, because every send needs it.
     fsdp = self.mesh.shape[FSDP]
     count = functools.partial(sizes.sync_bytes, self.wire, self.replicas)
     return [count(part, fsdp) for part in self.shapes]
@@ -254,7 +254,7 @@ class Streaming:
     """Describes the shape and sharding of fragment p's encoded payload.
 
     Args:
-      fsdp: size of the fsdp axis that encoded the payload; None: as in this mesh.
+      fsdp: size of the fsdp axis at the encoding; None: as in this mesh.
     """
     own = self.mesh.shape[FSDP]
     fsdp = own if fsdp is None else fsdp
@@ -268,11 +268,11 @@ class Streaming:
 
   @property
   def largest(self) -> int:
-    """The fragment with the largest payload."""
+    """The index of the fragment with the largest payload."""
     return int(np.argmax([self.payload(p).size for p in range(len(self.fragments))]))
 
   def transmitted(self, p: int) -> jax.ShapeDtypeStruct:
-    """Describes fragment p's payload when it has arrived; see `transport.carry`."""
+    """Describes fragment p's payload after the exchange; see `transport.carry`."""
     payload = self.payload(p)
     if not self.transport.overlaps:
       return payload
@@ -301,23 +301,23 @@ def make_streaming(
   schedule: Schedule | None = None,
   optimizer: optax.GradientTransformation | None = None,
 ) -> Streaming:
-  """Makes the object of a config on a mesh; the library gives some parts of its own.
+  """Makes the `Streaming` of a config on a mesh; the library sets the other arguments.
 
   Args:
     mesh: the replica x fsdp mesh.
-    parameters: shapes of one replica's parameters; None: those of the model.
-    fragments: which of these are sent together; None: those of the config.
-    schedule: when fragments are sent and received; None: that of the config.
-    optimizer: the outer optimizer; None: that of the config.
+    parameters: shapes of one replica's parameters; None: the model's shapes.
+    fragments: the parameters that are sent together; None: the config's fragments.
+    schedule: when fragments are sent and received; None: the config's schedule.
+    optimizer: the outer optimizer; None: the config's outer optimizer.
 
   Raises:
     ConfigError: the transport or pinned memory does not fit the machine, or the outer
-      optimizer cannot step these parameters.
+      optimizer cannot update these parameters.
   """
   parameters = parameters or shapes.parameters(c.model)
   fragments = c.make_fragments() if fragments is None else fragments
   outer_optimizer: Outer = optimizer or c.outer
-  # data_parallel sends nothing, so it has no use for hosts.
+  # data_parallel sends no payloads, so hosts have nothing to exchange.
   kind = c.overlap.transport if fragments else "device"
   transport = make_transport(kind, mesh, c.wire.exchange == "gather")
   place = make_place(mesh, transport.hosts, c.outer.offload and bool(fragments))
@@ -371,7 +371,7 @@ def _init_fragment(
   states: tuple[tuple[str, Callable[[PyTree], PyTree]], ...],
   mesh: Mesh,
 ) -> tuple[Parts, dict[str, PyTree]]:
-  """Makes the first theta, opt_state and codec_state of a fragment, and `own`."""
+  """Makes the first theta, opt_state, codec_state and `own` arrays of a fragment."""
   part_M = slices.take(params_M, keys, layers)
   theta = jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), part_M)
   opt_state = optimizers.make_outer(outer).init(theta)
@@ -398,7 +398,7 @@ def _outer_shardings(state: Parts, outer: Outer, mesh: Mesh) -> Parts:
 def _own_shardings(
   own: dict[str, PyTree], theta: PyTree, replicas: int, mesh: Mesh
 ) -> PyTree:
-  """Returns device shardings of what plug-ins keep for a fragment."""
+  """Returns device shardings of the arrays that plug-ins keep for a fragment."""
   places = sharding.shardings(theta, mesh)
   led = lambda x: jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype)
   return optimizers.places_like(

@@ -1,4 +1,4 @@
-"""What is measured at every sync: norms, coding errors, cosine similarities."""
+"""Computes the metrics of every sync: norms, coding errors, cosine similarities."""
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,17 @@ from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
 from diloco.wire import exchange
 
-# Hosts measure some metrics of a sync with NumPy.
+# Hosts compute some metrics of a sync with NumPy.
 Metric = jax.Array | np.ndarray | np.generic
-Metrics = dict[str, Metric]  # By name.
+Metrics = dict[str, Metric]  # {name: metric}
 
 
 def of_send(
   wire: WireConfig, mesh: Mesh, delta_M: PyTree, payload: jax.Array
 ) -> Metrics:
-  """Measures the outer gradients and the error of their codes, float32 [M] each.
+  """Computes norms and relative coding errors of outer gradients, float32 [M] each.
 
-  Every sender decodes its own codes to find their error; nothing is exchanged.
+  Every replica decodes its own codes to find its coding error; nothing is exchanged.
   """
   sent_M = exchange.decode(wire, mesh, payload, one_of(delta_M), (REPLICA,))
   error_M = norms(jax.tree.map(jnp.subtract, sent_M, delta_M))
@@ -30,7 +30,7 @@ def of_send(
 
 
 def of_norms(delta_norm_M: jax.Array, error_norm_M: jax.Array) -> Metrics:
-  """Returns the norms of the outer gradients and their relative errors, by name."""
+  """Returns the norms and the relative coding errors of outer gradients, by name."""
   return {
     "outer_grad_norm": delta_norm_M,
     "quantization_error": error_norm_M / jnp.maximum(delta_norm_M, 1e-30),
@@ -55,7 +55,7 @@ def norms(tree_M: PyTree) -> jax.Array:
 
 
 def products(tree_M: PyTree) -> jax.Array:
-  """Computes the scalar products of each two replicas' trees, float32 [M, M]."""
+  """Computes the scalar product of each pair of replicas' trees, float32 [M, M]."""
   return sum(map(_products, jax.tree.leaves(tree_M)), jnp.float32(0))
 
 
@@ -64,8 +64,8 @@ def _products(x_M: jax.Array) -> jax.Array:
   if m > 4:
     # By default, TPUs multiply in bfloat16.
     return jnp.matmul(rows_M, rows_M.T, precision=jax.lax.Precision.HIGHEST)
-  # XLA fuses what computes x_M, for example the decoding of codes, into each of these
-  # sums. For a matmul, XLA for GPU would first write x_M to memory, and on CPUs a
+  # XLA fuses the computation of x_M, such as the decoding of codes, into each of the
+  # sums below. For a matmul, XLA for GPU would first write x_M to memory, and on CPUs a
   # matmul with so few rows is slow.
   found = {
     (i, j): (rows_M[i] * rows_M[j]).sum() for j in range(m) for i in range(j + 1)
@@ -77,7 +77,7 @@ def _products(x_M: jax.Array) -> jax.Array:
 def mean_cosine(products_MxM: jax.Array) -> jax.Array | None:
   """Averages the cosine similarity of all pairs of replicas; None for M = 1.
 
-  A zero vector has the cosine 0 with all others.
+  A zero vector has the cosine 0 with every other vector.
   """
   m = len(products_MxM)
   if m == 1:

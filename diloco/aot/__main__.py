@@ -3,9 +3,9 @@
 python -m diloco aot --config=configs/chinchilla.py:1.3B --topology=v5e:4x4 --slices=2
 python -m diloco aot --config=configs/chinchilla.py:1.3B --topology=h100:8 --slices=2
 
-The first command prints memory, compile time, bytes between replicas and overlap of
-each program on two slices, the second on two nodes of eight GPUs. TPUs need the extra
-`tpu`, GPUs the extra `gpu-aot`; see docs/aot.md.
+The first command compiles for two slices, the second for two nodes of eight GPUs. Both
+commands print each program's memory, compile time, bytes between replicas and overlap.
+TPUs need the pip extra `tpu`, GPUs the pip extra `gpu-aot`; see docs/aot.md.
 """
 
 from absl import flags

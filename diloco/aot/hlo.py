@@ -1,4 +1,4 @@
-"""Reads the HLO of a compiled program: which bytes its devices send to each other."""
+"""Finds in a compiled program's HLO which bytes its devices send to each other."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from diloco.mesh.sharding import REPLICA, num_slices
 
-# For example pred, s32, bf16 or f8e4m3fn.
+# An HLO type, for example pred, s32, bf16 or f8e4m3fn.
 _TYPE = re.compile(r"(?:pred|(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?)")
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 # Between TPU slices, a collective is a send and a recv (Megascale).
@@ -29,10 +29,10 @@ class Collective:
     kind: all-gather, all-reduce, ...; send for data that goes to another slice.
     dtype: HLO type of the result, for example u8.
     shape: shape of the result on one device.
-    groups: ids of devices that exchange data; pairs for a permute. Empty if all devices
-      take part, or if the notation is not known. In a program for several slices,
-      ids count the devices of each slice.
-    senders: how many devices of all slices send to another slice.
+    groups: ids of devices that exchange data; for a permute, (source, target) pairs.
+      Empty if all devices take part, or if the notation is not known. In a program for
+      several slices, each slice numbers its devices from 0.
+    senders: how many devices, in all slices together, send to another slice.
   """
 
   name: str
@@ -56,7 +56,7 @@ class Collective:
     return math.prod(self.shape) * max(int(match[1] or 0) // 8, 1)
 
   def sent(self, devices: int, slices: int = 1) -> float:
-    """Returns the mean bytes that a device sends; reductions run on a ring."""
+    """Returns the mean bytes that a device sends, with reductions on a ring."""
     if self.kind == "send":
       return self.nbytes * self.senders / devices
     if self.kind == "collective-permute":
@@ -72,8 +72,8 @@ class Window:
 
   Attributes:
     collective: the collective that the loops may hide.
-    hidden: loops between the start and the end of the collective.
-    loops: loops in the entry computation of the program.
+    hidden: number of loops between the start and the end of the collective.
+    loops: number of loops in the entry computation of the program.
   """
 
   collective: Collective
@@ -82,7 +82,7 @@ class Window:
 
 
 def collectives(hlo: str) -> list[Collective]:
-  """Lists the collectives in `compiled.as_text()`; one in a loop counts once.
+  """Lists the collectives in `compiled.as_text()`; each loop body counts once.
 
   Raises:
     ValueError: the kind of a collective is not known, so its bytes would be missing.
@@ -98,8 +98,8 @@ def collectives(hlo: str) -> list[Collective]:
     targets = re.search(r"_xla_megascale_target=\{([^=]*)\}", rest)
     senders = targets[1].count("->") if targets else 0
     # XLA may combine several collectives into one, whose result is a tuple. The tuple
-    # of an asynchronous all-reduce holds the results. The tuple of another asynchronous
-    # start holds the operands, as many results and perhaps scalar contexts.
+    # of an asynchronous all-reduce holds the results. The tuple of any other
+    # asynchronous start holds the operands, as many results and perhaps u32 scalars.
     arrays = _ARRAY.findall(result)
     if kind == "send":
       arrays = arrays[:1]
@@ -132,8 +132,9 @@ def across_replicas(hlo: str, mesh: Mesh) -> list[Collective]:
 def replica_bytes(hlo: str, mesh: Mesh) -> float:
   """Returns the bytes that one coordinate of the replica axis sends to the others.
 
-  This is the sum over its devices, for one run of a program without such collectives in
-  loops. With one replica per coordinate, the ledger counts the same bytes.
+  The result is the sum over the devices of this coordinate, for one execution of a
+  program that has no such collectives in loops. With one replica per coordinate,
+  `wire.ledger` counts the same bytes.
   """
   devices = mesh.devices.size
   slices = num_slices(mesh)
@@ -215,7 +216,7 @@ def _groups(attributes: str) -> Groups:
 
 
 def _device_ids(shape: str, permutation: str | None) -> np.ndarray:
-  """Expands the iota notation [2,4]T(1,0): reshapes, transposes, flattens a range."""
+  """Expands iota notation, such as [2,4]T(1,0): a reshaped and transposed range."""
   dims = _numbers(shape)
   ids = np.arange(math.prod(dims)).reshape(dims)
   if permutation:

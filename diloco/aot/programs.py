@@ -1,7 +1,7 @@
 """Lowers the training programs of a config from shapes, and compiles them for a mesh.
 
-Nothing runs and nothing is allocated. The state consists of shapes with shardings, and
-XLA compiles as it would on the real devices.
+No program runs and no array is allocated. The state consists of shapes with shardings,
+and XLA compiles as it would on the real devices.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from diloco.mesh import sharding
 from diloco.util.types import PyTree
 from diloco.wire.transport import transmit
 
-_LEAST = 9  # XLA's number for its effort level O0.
+_LEAST = 9  # XLA's number for its optimization level O0.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Programs:
     fragment: the fragment with the largest payload.
     payload: shape of that payload; None for data-parallel.
     on_device: bytes of each part of the state in the memory of one device. The part
-      "in flight" is the most that fragments in flight take: their payloads and, with
-      outer.offload, their outer state.
+      "in flight" is the most bytes that the fragments in flight take at once: their
+      payloads and, with outer.offload, their outer state.
     on_host: bytes of each part of the state in the host's memory, per device.
     lower: {name: function that lowers the program}.
   """
@@ -80,7 +80,7 @@ class Programs:
     self.fragment = 0
     self.payload: jax.ShapeDtypeStruct | None = None
     self.lower: dict[str, Callable[[], Lowered]] = {}
-    self._held = dict[str, int]()  # Bytes of `on_device` that are arguments.
+    self._held = dict[str, int]()  # {program: bytes of `on_device` in its arguments}.
     with jax.set_mesh(mesh):
       # Devices that are only described have no host memory for outer.offload.
       sync = make_streaming(changed(c, {"outer.offload": False}), mesh)
@@ -121,16 +121,17 @@ class Programs:
     """Adds a program.
 
     Args:
-      held: what it takes of each part of `on_device`, which may be on the host instead.
+      held: {part of the state: its arrays that are arguments of the program}; parts
+        that are not in `on_device` do not count.
       function: the jitted function.
-      args, kwargs: its arguments.
+      args, kwargs: the arguments of the function.
     """
     self.lower[name] = partial(function.lower, *args, **kwargs)
     here = [nbytes(tree) for part, tree in held.items() if part in self.on_device]
     self._held[name] = sum(here)
 
   def _add_evaluation(self, c: Config) -> None:
-    """Adds the loss of a batch; it takes a copy of one replica's parameters."""
+    """Adds the program of a batch's loss, with a copy of one replica's parameters."""
     shape = (heldout.batch_size(c.eval.batch_size, self.mesh), c.model.seq_len)
     place = sharding.eval_sharding(self.mesh)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
@@ -201,11 +202,12 @@ class Programs:
 
     Args:
       name: a key of `lower`.
-      quick: whether XLA compiles with its least effort. This takes a fifth of the time;
-        the program needs about as much memory, but nothing overlaps.
+      quick: whether XLA compiles with its least effort. This takes a fifth of the time
+        of full effort. The program needs about as much memory as with full effort, but
+        none of its collectives overlaps with compute.
 
     Raises:
-      jax.errors.JaxRuntimeError: XLA refuses the program, for example for its memory.
+      jax.errors.JaxRuntimeError: XLA refuses the program, perhaps for its memory.
     """
     effort: dict[str, Any] = {"optimization_level": _LEAST} if quick else {}
     with jax.set_mesh(self.mesh):
@@ -226,6 +228,6 @@ class Programs:
 
 
 def nbytes(tree: PyTree) -> int:
-  """Returns the bytes on one device of a tree of shapes with shardings."""
+  """Returns the bytes that a tree of shapes with shardings takes on one device."""
   shard = lambda x: x.sharding.shard_shape(x.shape) if x.sharding else x.shape
   return sum(math.prod(shard(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

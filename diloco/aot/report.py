@@ -1,4 +1,4 @@
-"""Reports a dry run: all programs on one topology."""
+"""Reports a dry run: all programs of a config on one topology."""
 
 import math
 import re
@@ -24,9 +24,9 @@ def report(config: ConfigDict, topology: str, slices: int, quick: bool) -> Lines
   """Yields the lines of a dry run of a config on a topology.
 
   Args:
-    config: fields of `default_config`.
-    topology: chip and grid of a slice.
-    slices: number of slices.
+    config: a config with the fields of `default_config`.
+    topology: chip and grid of a slice, or GPU and number of GPUs of a node.
+    slices: number of slices or nodes.
     quick: as in `Programs.compile`.
 
   Raises:
@@ -126,7 +126,7 @@ def _described(window: hlo.Window) -> str:
 
 
 def _needed(error: Exception) -> str:
-  """Returns the memory that a program needs, if XLA refuses it for that; else ""."""
+  """Returns needed and available memory, if an error of XLA names them; else ""."""
   size = r"(\d+\.\d+[KMG])"
   middle = r"(?: of |\) exceeds available HBM \()"
   used = re.search(rf"(?:Used |temporaries \(){size}{middle}{size}", one_line(error))

@@ -1,6 +1,6 @@
 """Describes TPU slices and GPU nodes by name, and makes meshes of them.
 
-libtpu describes the slices, the CUDA plugin of JAX describes the nodes.
+libtpu describes the slices, and JAX's CUDA plugin describes the nodes.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ _GRIDS_3D = (
   *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
   *("8x8x16", "8x16x16", "16x16x16", "16x16x24"),
 )
-# GPUs of a node, which NVLink joins.
+# Numbers of GPUs in a node; NVLink connects them.
 _NODES = ("1", "2", "4", "8")
 GPUS = ("h100", "h200")
 TOPOLOGIES = {
@@ -32,7 +32,7 @@ TOPOLOGIES = {
 }
 
 
-# A kind of device of each chip, as in `jax.Device.device_kind`.
+# {chip: its device kind, as in `jax.Device.device_kind`}.
 _KINDS = {
   **{"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "v5p": "TPU v5"},
   **{"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"},
@@ -59,7 +59,7 @@ def describe(topology: str, slices: int = 1) -> list[jax.Device]:
   """Lists the devices of a topology, slice by slice.
 
   Args:
-    topology: chip and grid, for example v5e:16x16, or chip and GPUs of a node: h100:8.
+    topology: chip and grid, for example v5e:16x16; or GPU and number in a node: h100:8.
     slices: number of slices or nodes, joined by the data-centre network.
 
   Raises:
@@ -87,7 +87,7 @@ def _describe_nodes(chip: str, gpus: str, nodes: int) -> list[jax.Device]:
       " or '.[gpu-aot]' from a clone."
     )
   facts = pathlib.Path(__file__).with_name(f"{chip}.txtpb").read_text()
-  shape = f"1x{nodes}x{gpus}"  # Partitions, hosts, devices of a host.
+  shape = f"1x{nodes}x{gpus}"  # Partitions x hosts x devices per host.
   try:
     description = topologies.get_topology_desc(
       platform="cuda", topology=shape, target_config=facts
@@ -104,7 +104,7 @@ def make_mesh(c: Config, devices: list[jax.Device]) -> Mesh:
   """Makes the mesh of a resolved config, as a run does.
 
   Raises:
-    ConfigError: the layout does not fit the devices, or the attention does not.
+    ConfigError: the layout or the attention does not fit the devices.
   """
   attention.check(c.model, devices[0].device_kind)
   return run_mesh.make_mesh(c, devices)

@@ -1,10 +1,11 @@
-"""Checkpoints in a bucket, which every process writes and reads by itself.
+"""Writes and reads checkpoints in a bucket; every process does its own part.
 
 Each array is a Zarr array (version 2, not compressed), so that other programs can read
-it: `checkpoints/STEP/NAME/.zarray` describes it, and a chunk is a file. A chunk never
-crosses the border of a shard: a process writes the chunks that it holds, and reads
-those that it needs. `checkpoints/STEP.json` is the record. It is written last; without
-it, there is no checkpoint. No local disk holds any part of a checkpoint.
+it. `checkpoints/STEP/NAME/.zarray` describes an array, and each chunk is a file. A
+chunk never crosses the border of a shard: a process writes the chunks of its shards,
+and reads the chunks that it needs. `checkpoints/STEP.json` is the record. The record is
+written last: without it, a checkpoint does not count. No local disk holds any part of a
+checkpoint.
 """
 
 import concurrent.futures
@@ -28,20 +29,20 @@ from diloco.processes.peers import Peers
 from diloco.util import remote
 from diloco.util.types import Json, PyTree
 
-_File = tuple[str, np.ndarray]  # Its name and its content.
-_CHUNK = 1 << 26  # Bytes of a chunk at most, if the shape of the shards allows it.
+_File = tuple[str, np.ndarray]  # Name and content of a file.
+_CHUNK = 1 << 26  # Limit of a chunk's bytes, if the shape of the shards allows it.
 
 
 class BucketManager:
-  """Does for a bucket what Orbax's CheckpointManager does for a folder."""
+  """Takes the place of Orbax's CheckpointManager if the workdir is in a bucket."""
 
   def __init__(self, workdir: pathlib.Path, keep: int, peers: Peers):
-    """Takes the folder over from a run that was there before.
+    """Takes the folder over from an earlier run.
 
     Args:
       workdir: the local copy of the folder (`remote.local_copy`).
-      keep: how many checkpoints stay.
-      peers: the processes, which must all make this object.
+      keep: number of checkpoints to keep.
+      peers: all processes of the run; every process must make this object.
     """
     bucket = remote.bucket_of(workdir)
     assert bucket
@@ -49,28 +50,28 @@ class BucketManager:
     self._requests = concurrent.futures.ThreadPoolExecutor(remote.REQUESTS)
     self._writer = concurrent.futures.ThreadPoolExecutor(1)
     self._saving: concurrent.futures.Future | None = None
-    self._token = peers.broadcast(secrets.token_hex(8))  # Of this start of the run.
+    self._token = peers.broadcast(secrets.token_hex(8))  # Id of this start of the run.
     if peers.index == 0:
       self._mirror = remote.Mirror(workdir, bucket)
-      self._delete_old(last=sys.maxsize)  # Before any process writes: see `reload`.
+      self._delete_old(last=sys.maxsize)  # No process writes before `reload` returns.
       print(f"The log is in {workdir} until a checkpoint copies it.", file=sys.stderr)
     self.reload()
 
   def reload(self) -> None:
-    """Looks for the newest checkpoint; all processes wait for process 0."""
+    """Finds the newest checkpoint; all processes wait for the answer of process 0."""
     self._latest = self._peers.broadcast(next(iter(steps_of(self._workdir)), None))
 
   def latest_step(self) -> int | None:
     return self._latest
 
   def save(self, step: int, args: Any) -> bool:
-    """Starts to save; copies the arrays before it returns.
+    """Starts to save a checkpoint; copies the arrays before it returns.
 
     Args:
-      args: `ocp.args.Composite` of the arrays, `state`, and the JSON, `record`.
+      args: `ocp.args.Composite` with the arrays as `state` and the JSON as `record`.
 
     Returns:
-      False if there is a checkpoint of this step or a later one.
+      False if a checkpoint of this step or a later step exists.
     """
     if self._latest is not None and step <= self._latest:
       return False
@@ -85,13 +86,13 @@ class BucketManager:
     return True
 
   def wait_until_finished(self) -> None:
-    """Waits until the newest checkpoint is complete; raises what its writing raised."""
+    """Waits until the newest checkpoint is complete; raises the error if it failed."""
     if saving := self._saving:
       self._saving = None
       saving.result()
 
   def close(self) -> None:
-    """Ends the threads; then the bucket has all files of the run."""
+    """Copies the run's last files to the bucket, and ends the threads."""
     try:
       self.wait_until_finished()
       if self._peers.index == 0:
@@ -114,18 +115,18 @@ class BucketManager:
     if self._peers.index:
       self._bucket.put(f"{done}/{self._peers.index}", b"")
       return
-    # Not by `Peers`, whose messages the training thread sends and awaits in its order.
+    # Waits without `Peers`, whose messages must stay in the training thread's order.
     while len(self._bucket.names(done)) < self._peers.count - 1:
       time.sleep(self._bucket.poll_s)
-    self._mirror.push()  # A run that goes on from this checkpoint needs its log.
+    self._mirror.push()  # The log goes first: a resumed run needs it.
     self._bucket.put(f"{FOLDER}/{step}.json", json.dumps(record).encode())
     self._delete_old(last=step)
 
   def _delete_old(self, last: int) -> None:
-    """Deletes all but the newest checkpoints, also what killed runs have left.
+    """Deletes all but the newest checkpoints, and unfinished folders of killed runs.
 
     Args:
-      last: folders of later steps stay: another process may write to them already.
+      last: folders of later steps stay, because other processes may be writing them.
     """
     steps = steps_of(self._workdir)
     kept = {str(step) for step in steps[: self._keep]}
@@ -138,10 +139,10 @@ class BucketManager:
 
 
 def read_arrays(workdir: pathlib.Path, step: int, like: PyTree) -> PyTree:
-  """Reads arrays as `damage.read_arrays`, of a bucket; `workdir` is its local copy.
+  """Does the work of `damage.read_arrays` for a bucket with the local copy `workdir`.
 
   Raises:
-    ValueError: an array is missing, or has another shape.
+    ValueError: an array is missing, or its shape differs from that in `like`.
     OSError: the network fails.
   """
   bucket = remote.bucket_of(workdir)
@@ -168,7 +169,7 @@ def _read(
   dtype, chunks = jnp.dtype(described["dtype"]), described["chunks"]
   if described["shape"] != [*x.shape]:
     raise ValueError(f"{name} has the shape {described['shape']}, not {[*x.shape]}")
-  read = dict[str, np.ndarray]()  # Several devices may hold the same part.
+  read = dict[str, np.ndarray]()  # A cache: several devices may hold the same part.
 
   def part(index: Any) -> np.ndarray:
     if repr(index) not in read:
@@ -196,7 +197,7 @@ def _read(
 
 
 def _chunks_here(x: jax.Array, name: str) -> Iterator[_File]:
-  """Yields file name and a copy of the data of each chunk that this process writes."""
+  """Yields file name and content, a copy, for each chunk that this process writes."""
   chunks = _chunk_shape(x)
   for shard in x.addressable_shards:
     if shard.replica_id == 0 and x.size:
@@ -210,18 +211,19 @@ def _chunks_here(x: jax.Array, name: str) -> Iterator[_File]:
 
 
 def _chunk_shape(x: jax.Array) -> list[int]:
-  """Cuts the shards along their first axes until a chunk is small enough."""
+  """Divides the shards along their first axes until a chunk is small enough."""
   shape = list(x.sharding.shard_shape(x.shape))
   for axis, size in enumerate(shape):
     least = -(-math.prod(shape) * x.dtype.itemsize // _CHUNK)
-    # An axis that only far more pieces divide stays whole: each piece is a file.
+    # Leaves the axis whole if only 4 * `least` or more pieces divide it: each piece is
+    # a file.
     fitting = (n for n in range(least, 4 * least) if size % n == 0)
     shape[axis] = 1 if size <= least else size // next(fitting, 1)
   return [max(n, 1) for n in shape]
 
 
 def _describe(x: jax.Array) -> Json:
-  """Returns the content of .zarray."""
+  """Returns the content of an array's .zarray file."""
   dtype = np.dtype(x.dtype)
   return {
     "zarr_format": 2,

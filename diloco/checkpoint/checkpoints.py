@@ -1,13 +1,14 @@
-"""Checkpoints: everything that a run needs to continue exactly.
+"""Saves and restores checkpoints: everything that a run needs to continue exactly.
 
-A checkpoint holds the train state, with the fragments in flight, and a JSON record with
+A checkpoint holds the train state, with the payloads in flight, and a JSON record with
 the config, the data position and the ledger. Random numbers need no state: they follow
 from (seed, step, fragment, replica). Saving is asynchronous: Orbax writes to a folder,
-`bucket.py` to a bucket. All processes write and read. A run may go on with another
-number of processes or devices.
+and `bucket.py` writes to a bucket. All processes write and read. A run may go on with
+another number of processes or devices.
 
-A checkpoint that cannot be read is moved to workdir/unreadable once an older one is
-restored, because Orbax saves no step below the newest one that it finds.
+If the newest checkpoint cannot be read, an older one is restored, and the unreadable
+one is moved to workdir/unreadable. Otherwise Orbax would save no step that is lower
+than the newest step in its folder.
 """
 
 import contextlib
@@ -38,8 +39,9 @@ from diloco.spec import plugins
 from diloco.util import files, remote
 from diloco.util.orbax_errors import hush, of_orbax
 
-# Orbax counts the seconds of a save by the machine's clock, which may be set forward or
-# wake up after days. No save reaches this limit; its milliseconds fit into 32 bits.
+# Orbax's timeout of a save. Orbax uses the machine's clock, which jumps if it is set
+# forward or the machine sleeps for days. So the limit is 20 days, which no save
+# reaches; its milliseconds still fit into 32 bits.
 _LIMIT_S = 20 * 24 * 3600
 
 
@@ -54,7 +56,7 @@ class Checkpoints:
     peers: Peers | None = None,
     contents: Mapping[str, str] | None = None,
   ):
-    """Opens the folder.
+    """Opens the checkpoints in the folder of a run.
 
     Args:
       contents: `diloco.data.contents` of this process; None if it reads no text.
@@ -65,11 +67,11 @@ class Checkpoints:
     self._failed: Exception | None = None  # Why the newest save failed, if it did.
     self._size = 0  # Bytes of a checkpoint.
     hush()
-    if self._peers.count > 1:  # Before the filter of `hush`, which drops Orbax's logs.
+    if self._peers.count > 1:  # Goes before `hush`'s filter, which drops Orbax's logs.
       logs.getLogger("absl").filters.insert(0, self._on_log)
     handlers = ocp.DefaultCheckpointHandlerRegistry()
-    # Trained numbers hardly shrink: zstd saves 8% of the disk, and takes most of the
-    # time of a checkpoint (scripts/benchmarks/bench_checkpoint.py).
+    # Compression is off: zstd makes trained parameters only 8% smaller and would take
+    # most of the time of a checkpoint (scripts/benchmarks/bench_checkpoint.py).
     plain = ocp.PyTreeCheckpointHandler(use_compression=False)
     handlers.add("state", ocp.args.PyTreeSave, plain)
     self._manager: ocp.CheckpointManager | BucketManager
@@ -80,7 +82,7 @@ class Checkpoints:
       folder_of(workdir),
       options=ocp.CheckpointManagerOptions(
         preservation_policy=preservation_policy.LatestN(c.checkpoint.keep),
-        cleanup_tmp_directories=True,  # Parts of checkpoints, left by a kill.
+        cleanup_tmp_directories=True,  # Deletes unfinished checkpoints of killed runs.
         async_options=ocp.AsyncOptions(timeout_secs=_LIMIT_S),
       ),
       handler_registry=handlers,
@@ -93,12 +95,13 @@ class Checkpoints:
   def save(self, step: int, state: TrainState, record: Record) -> None:
     """Starts to save. Copies the arrays before it returns, so they may be donated.
 
+    If the previous save has timed out, this save takes its place.
+
     Raises:
-      ConfigError: there is a checkpoint of this step or a later one.
-      ConfigError, TryAgain: the disk is full, or see `wait`; but if the previous save
-        has timed out, this one takes its place.
+      ConfigError: a checkpoint of this step or a later step exists.
+      ConfigError, TryAgain: the disk is full, or the previous save failed (see `wait`).
     """
-    # Waits for jobs, because saving may use the devices of all processes, too.
+    # Waits for exchange jobs, because saving also uses the devices of all processes.
     self._method.sync.place.settle()
     tree = tree_of(state)
     sums = checksums.compute(tree, self._peers)
@@ -129,14 +132,14 @@ class Checkpoints:
       )
 
   def restore(self) -> Stored | None:
-    """Reads the newest whole checkpoint, whose arrays become a `TrainState`.
+    """Reads the newest undamaged checkpoint; returns its arrays as a `TrainState`.
 
     Returns:
-      The checkpoint; None if there is none.
+      The checkpoint; None if the run has no checkpoints.
 
     Raises:
-      ConfigError: the checkpoint was made with another config, the disk has no room for
-        those that follow, or see `read_newest`.
+      ConfigError: the checkpoint was made with another config, or see `read_newest`.
+      TryAgain: the disk has no room for the checkpoints that follow.
     """
     steps = self._peers.broadcast(steps_of(self._workdir))
     if not steps:
@@ -190,7 +193,7 @@ class Checkpoints:
     return resume.check(record.config, self._c, step, *texts, diverged)
 
   def _set_aside(self, unreadable: list[int]) -> None:
-    """Moves unreadable checkpoints out of Orbax's way.
+    """Moves unreadable checkpoints out of the folder that Orbax reads.
 
     Raises:
       ConfigError: a checkpoint cannot be moved.
@@ -217,7 +220,7 @@ class Checkpoints:
     """Waits until the last checkpoint is written.
 
     Raises:
-      ConfigError, TryAgain: it could not be written.
+      ConfigError, TryAgain: the checkpoint could not be written.
     """
     if self._saving is not None:
       with self._explained(self._saving):
@@ -225,14 +228,14 @@ class Checkpoints:
     self._saving = None
 
   def close(self) -> None:
-    """Waits like `wait`, and ends the threads of Orbax."""
+    """Does what `wait` does, and ends the threads of Orbax."""
     try:
       self.wait()
     finally:
       logs.getLogger("absl").removeFilter(self._on_log)
       try:
         self._manager.close()
-      except Exception:  # The error that was raised, or one that follows from it.
+      except Exception:  # After a failed save, `close` may fail, too.
         if not self._failed:
           raise
       # Orbax's `close` writes one more file into an unfinished checkpoint.
@@ -240,7 +243,7 @@ class Checkpoints:
 
   @contextlib.contextmanager
   def _explained(self, step: int) -> Iterator[None]:
-    """While Orbax writes, turns its errors into errors of one sentence.
+    """Turns an error of Orbax's writing into an error whose message is one sentence.
 
     Raises:
       ConfigError, TryAgain: the checkpoint cannot be written.
@@ -256,45 +259,45 @@ class Checkpoints:
       raise self._unwritten(step, error) from None
 
   def _unwritten(self, step: int, error: Exception) -> Exception:
-    """Removes the unfinished checkpoint; returns the error that says why.
+    """Removes the unfinished checkpoint; returns the error that explains the failure.
 
-    A process that is gone is a cause, too: then this process ends here and says so.
+    If the cause is the loss of another process, this process reports the loss and ends.
     """
     self._peers.await_loss()
     self._remove_parts()
     return disk.unwritten(self._workdir, step, self._size, error)
 
   def _remove_parts(self) -> None:
-    """Deletes unfinished checkpoints, because others may need the disk."""
+    """Deletes unfinished checkpoints to free the disk."""
     parts = folder_of(self._workdir)
     if self._peers.index:
       return
-    for _ in range(10):  # Removing fails while threads still write into a part.
+    for _ in range(10):  # Deleting fails while threads still write to a checkpoint.
       for part in parts.glob("*.orbax-checkpoint-tmp"):
         shutil.rmtree(part, ignore_errors=True)
 
   def _on_log(self, record: logs.LogRecord) -> bool:
-    """Ends all processes when Orbax logs that one of them cannot write.
+    """Ends all processes when Orbax logs that a process cannot write.
 
-    Orbax itself would wait 20 minutes for the others before it raises the error.
+    Orbax itself would wait for the other processes for 20 minutes first.
     """
     error = record.exc_info and record.exc_info[1]
     if isinstance(error, Exception) and self._saving and of_orbax(record.pathname):
       print_line("")  # Ends the line of the progress bar.
       told = explain(self._unwritten(self._saving, error))
-      assert told  # These errors are no bugs.
+      assert told  # `explain` has a message for each error of `_unwritten`.
       self._peers.fail(*told)
     return True
 
 
 def _unused(path: pathlib.Path) -> pathlib.Path:
-  """Returns the path; if it exists, the path with the first free number."""
+  """Returns the path; if it exists, appends the first number that makes a new path."""
   names = itertools.chain([path.name], (f"{path.name}.{n}" for n in itertools.count(1)))
   return next(p for p in map(path.with_name, names) if not p.exists())
 
 
 def tree_of(state: TrainState) -> dict[str, Any]:
-  """Returns the state as nested dicts and lists, without empty parts."""
+  """Returns the state as nested dicts and lists, without its empty parts."""
   tree = {"params": state.params, "opt_state": state.opt_state}
   tree |= {
     "theta": list(state.outer.theta),
@@ -307,7 +310,7 @@ def tree_of(state: TrainState) -> dict[str, Any]:
 
 
 def state_of(tree: dict[str, Any], like: TrainState) -> TrainState:
-  """The inverse of `tree_of`: puts its leaves where `like` has them."""
+  """Inverts `tree_of`: returns a TrainState of the structure of `like`."""
   leaves, structure = jax.tree.flatten(like)
   numbered = jax.tree.unflatten(structure, range(len(leaves)))
   found = dict(zip(jax.tree.leaves(tree_of(numbered)), jax.tree.leaves(tree)))

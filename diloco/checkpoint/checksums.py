@@ -1,9 +1,10 @@
-"""Checksums of arrays, the same for every sharding: they show damaged checkpoints.
+"""Computes checksums of arrays, which show damaged checkpoints.
 
-The checksum of an array is the sum, modulo 2**64, of the bits of each element times
-the element's weight. A weight is a product of one odd number per index. So one flipped
-bit always changes the checksum, and other damage goes unnoticed with probability
-2**-64. Each process sums the shards that it holds; the sums are added.
+The checksum of an array is the sum, modulo 2**64, of (bits of an element as an integer)
+x (weight of the element). A weight is a product of odd numbers, one for each index. So
+one flipped bit always changes the checksum, and other damage goes unnoticed with
+probability 2**-64. Each process sums over its own shards, and these sums are added. So
+the checksum does not depend on the sharding.
 """
 
 import functools
@@ -18,25 +19,25 @@ from diloco.processes.peers import Peers
 from diloco.util.types import PyTree
 
 Shard = Any  # JAX has no public name for the type of `jax.Array.addressable_shards`.
-_BLOCK = 1 << 16  # Indices of the last axis that are weighted together.
+_BLOCK = 1 << 16  # Number of indices of an axis that get their weights at once.
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio, odd.
 
 
 def compute(tree: PyTree, peers: Peers) -> dict[str, int]:
-  """Returns {name: checksum} of global arrays; all processes must call it."""
+  """Returns {name: checksum} of global arrays; all processes must call `compute`."""
   sums = _sum(tree, peers, lambda shard: shard.replica_id == 0)
   return {name: found for name, (found, _) in sums.items()}
 
 
 def changed(tree: PyTree, saved: dict[str, int], peers: Peers) -> list[str]:
-  """Returns the names of arrays that differ from those that were saved.
+  """Returns the names of arrays that differ from the saved arrays.
 
-  All processes must call it, and get the same names. Each process checks all of its
-  shards, also where other devices have copies.
+  All processes must call this function, and get the same names. Each process checks all
+  of its shards, copies of other devices' shards included.
 
   Args:
-    tree: the global arrays, or some of those that were saved.
-    saved: from `compute`.
+    tree: the global arrays to check, all saved arrays or some of them.
+    saved: checksums from `compute`.
   """
   sizes = {name: x.size for name, x in named(tree).items()}
   return [
@@ -49,7 +50,7 @@ def changed(tree: PyTree, saved: dict[str, int], peers: Peers) -> list[str]:
 def _sum(
   tree: PyTree, peers: Peers, chosen: Callable[[Shard], bool]
 ) -> dict[str, tuple[int, int]]:
-  """Sums the checksums of the chosen shards over all processes.
+  """Adds the checksums of the chosen shards of all processes.
 
   Returns:
     {name: (sum of the checksums, number of elements)}.
@@ -70,12 +71,12 @@ def _sum(
 
 
 def _of_shard(shard: Shard) -> int:
-  """Returns the weighted sum of the bits of a shard; indices are those of the array."""
+  """Returns the checksum of a shard, whose indices count from the array's beginning."""
   x = np.asarray(shard.data)
   sums: Any = x.view(f"u{x.itemsize}")
   for axis in reversed(range(x.ndim)):
     first, size = shard.index[axis].start or 0, x.shape[axis]
-    # Block by block: the weights of a long axis would take more memory than the array.
+    # Goes block by block: a long axis' weights may need more memory than the array.
     blocks = [range(i, min(i + _BLOCK, size)) for i in range(0, size, _BLOCK)]
     parts = [
       np.einsum("...i,i->...", sums[..., b.start : b.stop], _weights(axis, first, b))
@@ -86,13 +87,13 @@ def _of_shard(shard: Shard) -> int:
 
 
 def _weights(axis: int, first: int, block: range) -> np.ndarray:
-  """Returns odd numbers, uint64, for the indices first + block of an axis."""
+  """Returns odd numbers, uint64, one for each index first + i with i in `block`."""
   i = np.arange(first + block.start + 1, first + block.stop + 1, dtype=np.uint64)
   mixed = (i + np.uint64(axis << 48)) * _MIX
   return (mixed ^ (mixed >> np.uint64(29))) | np.uint64(1)
 
 
 def named(tree: PyTree) -> dict[str, jax.Array]:
-  """Returns the arrays by the names of their places in the tree."""
+  """Returns {path in the tree, joined by "/": array}."""
   name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
   return {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}

@@ -1,7 +1,7 @@
-"""Reads checkpoints with their arrays; see `record.py` for the rest.
+"""Reads checkpoints with their arrays; `record.py` reads the rest.
 
-A reader gets exactly what was saved, or a reason why not: checksums find damage that
-the file formats do not reveal.
+A reader gets either exactly what was saved, or an error with the reason. Checksums find
+damage that the file formats do not reveal.
 """
 
 import errno
@@ -26,9 +26,9 @@ class Stored(NamedTuple):
   """A checkpoint that was read.
 
   Attributes:
-    step: finished inner steps.
-    record: the rest of what was saved.
-    arrays: those asked for, a tree like `like` of `read_newest`, or a `TrainState`.
+    step: number of finished inner steps.
+    record: everything that was saved except arrays.
+    arrays: the arrays that `like` of `read_newest` describes, or a `TrainState`.
   """
 
   step: int
@@ -43,19 +43,20 @@ def read_newest(
   remedy: str,
   peers: Peers | None = None,
 ) -> Stored:
-  """Reads the newest checkpoint that is whole.
+  """Reads the newest checkpoint that is not damaged.
 
   Args:
     workdir: folder of the run.
     steps: the checkpoints to try, newest first.
     like: given a step and its record, describes the arrays to read (`read_arrays`).
-    remedy: what the user can do if no checkpoint is whole.
-    peers: the processes, which must all call this function; None: only this one.
+    remedy: advice to the user, for the error if all checkpoints are damaged.
+    peers: the processes that all call this function; None: only this process.
 
   Raises:
-    ConfigError: no checkpoint is whole, or some processes cannot read one that others
-      can: then older checkpoints are no remedy.
-    Exception: the system refuses now what it may allow later (`errors.passing`).
+    ConfigError: all checkpoints are damaged, or some processes can read a checkpoint
+      and other processes cannot (if so, an older checkpoint would not help).
+    Exception: the system reports an error that may pass (`errors.passing`), or memory
+      is too small.
   """
   hush()
   peers = peers or Peers()
@@ -79,7 +80,7 @@ def read_newest(
         " same folder on all machines, and start again."
       )
     damaged[step] = str(reason)
-    found = None  # Otherwise the arrays stay in memory while the next are read.
+    found = None  # Frees the arrays before the next checkpoint is read.
   s = "s" if len(steps) > 1 else ""
   raise ConfigError(
     f"--workdir is {workdir}, whose checkpoint{s} of step{s}"
@@ -89,9 +90,9 @@ def read_newest(
 
 
 def read_arrays(workdir: pathlib.Path, step: int, like: PyTree) -> PyTree:
-  """Reads arrays of a checkpoint, each straight to its devices.
+  """Reads arrays of a checkpoint directly to the devices.
 
-  Uses Orbax's handler without a CheckpointManager, so no process waits for another.
+  Uses Orbax's handler without a CheckpointManager, so no process waits for another one.
 
   Args:
     workdir: folder of the run.
@@ -116,7 +117,7 @@ def read_arrays(workdir: pathlib.Path, step: int, like: PyTree) -> PyTree:
 def _read(
   workdir: pathlib.Path, step: int, like: Callable[[int, Record], PyTree]
 ) -> tuple[Stored | None, str | None]:
-  """Reads a checkpoint on this process; if that fails, returns the reason."""
+  """Reads a checkpoint; returns (checkpoint, None), or (None, reason) on failure."""
   try:
     record = read_record(workdir, step)
     arrays = read_arrays(workdir, step, like(step, record))
@@ -126,14 +127,14 @@ def _read(
   except Exception as error:  # Damaged files make Orbax raise any exception.
     if memory.explain(error):
       raise  # An older checkpoint needs as much memory, so it would fail, too.
-    # Too many open files, a stale handle: no damage. EIO may also be a bad disk.
+    # Passing errors, such as too many open files, are no damage. EIO may be a bad disk.
     if (cause := passing(error)) and cause.errno != errno.EIO:
       raise
     return None, reason_of(error)
 
 
 def _changed(found: Stored, peers: Peers) -> str | None:
-  """Names the arrays that differ from those that were saved; None if none does."""
+  """Returns a reason that names changed arrays; None if all arrays are as saved."""
   names = checksums.changed(found.arrays, found.record.checksums, peers)
   more = f" and of {len(names) - 1} more arrays" if len(names) > 1 else ""
   return (

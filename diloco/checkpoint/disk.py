@@ -1,4 +1,4 @@
-"""Free disk for a checkpoint, and the error if a checkpoint cannot be written."""
+"""Checks the free disk space for checkpoints; makes the error of a failed write."""
 
 import contextlib
 import errno
@@ -17,19 +17,19 @@ from diloco.spec.fields import CheckpointConfig
 from diloco.util import remote
 from diloco.util.orbax_errors import reason_of
 
-_METADATA = 2048  # Bytes on the disk that an array takes besides its values, at most.
+_METADATA = 2048  # Limit of the bytes on the disk that an array needs besides values.
 
 
 def needed(tree: Any) -> int:
-  """Returns the bytes on the disk of a checkpoint of these global arrays or shapes."""
+  """Returns the bytes of a checkpoint on the disk, from its global arrays or shapes."""
   leaves = jax.tree.leaves(tree)
   values = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
   return values + _METADATA * len(leaves)
 
 
 def at_once(c: CheckpointConfig, steps: int) -> int:
-  """Returns how many checkpoints a run of so many steps has at once, at most."""
-  # The oldest one goes when the newest one is complete.
+  """Returns how many checkpoints a run of `steps` inner steps has at once, at most."""
+  # `keep` + 1, because the oldest is deleted only when the newest is complete.
   return min(c.keep + 1, -(-steps // c.every) if c.every else 1)
 
 
@@ -44,7 +44,7 @@ def check_room(
     steps: inner steps of the run.
 
   Raises:
-    TryAgain: less is free.
+    TryAgain: the free disk space is too small.
   """
   if remote.address_of(workdir):
     return
@@ -60,10 +60,10 @@ def check_room(
 
 
 def check(workdir: pathlib.Path, step: int, size: int) -> None:
-  """Checks that the disk has room for a whole checkpoint.
+  """Checks that the disk has room for the checkpoint of a step.
 
   Raises:
-    TryAgain: less is free than `size`, the bytes of the checkpoint of this step.
+    TryAgain: fewer bytes are free than `size`, the bytes of the checkpoint.
   """
   disk = shutil.disk_usage(workdir)
   if disk.total and disk.free < size and not remote.address_of(workdir):
@@ -74,12 +74,12 @@ def check(workdir: pathlib.Path, step: int, size: int) -> None:
 def unwritten(
   workdir: pathlib.Path, step: int, size: int, error: Exception
 ) -> ConfigError | TryAgain:
-  """Makes the error that says why a checkpoint cannot be written, and what to do.
+  """Makes the error that says why a checkpoint cannot be written, with a remedy.
 
   Args:
-    step: that of the checkpoint.
-    size: its bytes.
-    error: what Orbax or the system says.
+    step: step of the checkpoint.
+    size: bytes of the checkpoint.
+    error: the error of Orbax or of the system.
   """
   older = list[int]()
   with contextlib.suppress(OSError):  # The bucket may be out of reach.

@@ -1,9 +1,10 @@
-"""Reads and describes a run's checkpoints, except for the arrays. No JAX.
+"""Lists a run's checkpoints and reads their records, not their arrays. No JAX.
 
-Each checkpoint is a folder whose name is its step. `state` holds the arrays, in the
-format of Orbax; `record` holds the rest, as JSON. In a bucket, the record is a file
-beside the folder, and `bucket.py` says how arrays lie. A reader gets exactly what was
-saved, or a reason why not: checksums find damage that the file formats do not reveal.
+Each checkpoint is a folder whose name is its step. The subfolder `state` holds the
+arrays, in Orbax's format, and `record` holds the rest, as JSON. In a bucket, the record
+is a file beside the folder, and `bucket.py` describes the files of arrays. A reader
+gets exactly what was saved, or an error: checksums find damage that the file formats do
+not reveal.
 """
 
 import dataclasses
@@ -20,13 +21,13 @@ FOLDER = "checkpoints"  # In the folder of a run.
 
 @dataclasses.dataclass
 class Spent:
-  """Time of a run, over all processes that continued it from a checkpoint.
+  """Time that a run has spent, summed over all its starts.
 
   Attributes:
-    wall_s: seconds from the first step of each process to its last checkpoint.
+    wall_s: seconds from the first step of each start to its last checkpoint.
     busy_s: seconds of training, without evaluations, checkpoints, and the first launch
-      of each process, which compiles.
-    steps: inner steps of `busy_s`.
+      of each start, which compiles.
+    steps: number of inner steps in `busy_s`.
   """
 
   wall_s: float = 0.0
@@ -36,7 +37,7 @@ class Spent:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """The part of a checkpoint that is not arrays, as JSON.
+  """The part of a checkpoint that is not arrays; it is stored as JSON.
 
   Attributes:
     config: all fields of the run's config.
@@ -46,8 +47,8 @@ class Record:
     finished: whether training has ended and nothing is in flight.
     fsdp: size of the fsdp axis that encoded the payloads in flight.
     drained: `Schedule.drained` of an extended run.
-    contents: `diloco.data.contents` of the run; {} if no text is read there.
-    mixtures: a sentence on each `resume.mixture` of the run so far.
+    contents: `diloco.data.contents` of the run; {} if the process read no text.
+    mixtures: the sentences of `resume.mixture` at all resumes of the run so far.
     checksums: {name: checksum} of the arrays; `Checkpoints.save` fills it in.
   """
 
@@ -63,7 +64,7 @@ class Record:
   checksums: dict[str, int] = dataclasses.field(default_factory=dict)
 
   def to_json(self) -> Json:
-    """Returns the fields and a checksum of them, for a JSON file."""
+    """Returns the fields and their checksum, for a JSON file."""
     fields = json.loads(json.dumps(dataclasses.asdict(self)))
     return {**fields, "crc32": _crc32(fields)}
 
@@ -72,7 +73,7 @@ def folder_of(workdir: pathlib.Path) -> pathlib.Path:
   """Returns the folder of a run's checkpoints, which may not exist yet.
 
   Raises:
-    ConfigError: something else is there.
+    ConfigError: a file has the folder's name.
   """
   folder = (workdir / FOLDER).absolute()
   if folder.exists() and not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Checks whether a run may go on with a config; says what a longer run changes."""
+"""Checks whether a run may go on with a config; tells the user what changes."""
 
 from collections.abc import Mapping
 
@@ -15,8 +15,9 @@ from diloco.spec.sizes import coder
 from diloco.util.types import Json
 
 # Fields that may change when a run goes on. They do not change what is computed, with
-# two exceptions: mesh.fsdp changes the codes (`warn_of_other_shards`); mesh, train and
-# model change the rounding. Plug-ins have more, see `Extension.free`.
+# two exceptions: mesh.fsdp changes how outer gradients are encoded
+# (`warn_of_other_shards`), and fields of mesh, train and model change the rounding.
+# Plug-ins may add fields, see `Extension.free`.
 FREE_FIELDS = (
   "log.",
   "profile.",
@@ -31,20 +32,20 @@ FREE_FIELDS = (
   "data.eval_",
   *READING,
 )
-# {contents that must stay the same: the fields that say where they lie}
+# {contents that must stay the same: the fields that name the path of the contents}
 _PATHS = {what: CHOSEN_BY[what] for what in ("data.tokenizer", "data.source")}
 # Fields that may change when a run is extended, that is, when train.steps grows.
 _EXTENSION = {"train.steps", "train.tokens", "inner.decay_steps"}
 
-# A run that diverges makes this file in its folder: then these fields may be lowered.
+# A run that diverges writes DIVERGED in its folder. Then the _RATES may be lowered.
 DIVERGED = "diverged.json"
 _RATES = ("inner.learning_rate", "outer.learning_rate")
 
 
 def differing(old: Json, new: Json) -> dict[str, str]:
-  """Returns {field: old -> new} of the fields that differ and are not free."""
+  """Returns {field: "old -> new"} of the fields that differ and may not change."""
   free = FREE_FIELDS + plugins.free()
-  # A transport may load a plug-in of its name; the transport is free, so it is, too.
+  # A transport may load a plug-in of the same name. Transport and plug-in may change.
   transports = {x.get("overlap", {}).get("transport") for x in (old, new)}
   if len(transports) > 1:
     free += tuple(f"{name}." for name in transports)
@@ -62,26 +63,25 @@ def check(
   reads: Mapping[str, str] | None = None,
   diverged: bool = False,
 ) -> str:
-  """Refuses a config that differs from the checkpoint's.
+  """Refuses a config that differs from the checkpoint's config.
 
-  It may extend the run, or lower its rates after the run diverged.
-
-  Fields that `saved` lacks count as their defaults.
+  But the new config may extend the run, or lower its rates after the run diverged.
+  If `saved` lacks a field, the field has its default value.
 
   Args:
     saved: config of the checkpoint.
     c: config of this process.
     step: step of the checkpoint.
-    read, reads: `diloco.data.contents` of the checkpoint and of this process. Where
-      both are known, contents decide, and not paths.
+    read, reads: `diloco.data.contents` of the checkpoint and of this process. If both
+      have a digest, the digests are compared instead of the paths.
     diverged: whether the run diverged.
 
   Returns:
-    A sentence on what an extension or a lower rate changes; "" if nothing changes.
+    A sentence that says how an extension or a lower rate changes the run; else "".
 
   Raises:
-    ConfigError: shows the fields that differ, old -> new; or the extended schedule of
-      the learning rate is not clear.
+    ConfigError: fields differ (the message shows "old -> new"), the saved config is not
+      valid, or the learning rate's schedule in the extension is not clear.
   """
   try:
     old = complete(saved)
@@ -97,7 +97,7 @@ def check(
       changes.pop(path, None)
     if read[field] != reads[field]:
       changes[field] = "other contents than before, under the same name or another"
-  follow = {"train.tokens"}  # From train.steps.
+  follow = {"train.tokens"}  # Fields whose value follows from train.steps.
   if all(x.inner.weight_decay == 1.0 / x.schedule_steps for x in (old, c)):
     follow.add("inner.weight_decay")
   if c.train.steps > old.train.steps and changes.keys() <= _EXTENSION | follow:
@@ -118,15 +118,16 @@ def check(
 
 
 def mixture(read: Mapping[str, str], reads: Mapping[str, str], step: int) -> str:
-  """Returns a sentence on code, versions or evaluation that differ; "" if none does.
+  """Returns a sentence on changed code, versions or evaluation; "" if none changed.
 
   Args:
-    read, reads: see `check`; what only one of them has is not compared.
+    read, reads: see `check`; a key that only one of them has is not compared.
     step: step of the checkpoint.
   """
-  # No change is refused: whoever edits a plug-in between two starts may mean it, and
-  # most releases of a package change nothing here. Of grain, which finds the position
-  # in the text, only 0.2.15 is known to read another one; pyproject.toml excludes it.
+  # Refuses no change: a user may edit a plug-in between two starts on purpose, and most
+  # releases of a package change nothing here. The package grain restores the position
+  # in the text. Only grain 0.2.15 is known to restore it wrongly, and pyproject.toml
+  # excludes this version.
   names = [n for n in read if n not in _PATHS and read[n] != reads.get(n, read[n])]
   changes = "; ".join(f"{n}: {read[n][:12]} -> {reads[n][:12]}" for n in names)
   return changes and (
@@ -158,14 +159,14 @@ def _extension(old: Config, c: Config, step: int) -> str:
 
 
 def coded_by_shard(c: Config) -> bool:
-  """Whether each shard is coded by itself, so that mesh.fsdp changes the codes."""
+  """Returns whether each shard is encoded alone; if so, mesh.fsdp changes payloads."""
   plain = coder(c.wire.compressor) == "quantize" and c.wire.format in PLAIN
-  same = plain or plugins.transport(c.overlap.transport).needs  # As `contrib/sites`.
+  same = plain or plugins.transport(c.overlap.transport).needs  # Such as `sites`.
   return not same and bool(c.make_fragments())
 
 
 def warn_of_other_shards(c: Config, before: int, now: int) -> None:
-  """Warns if a run goes on with another size of the fsdp axis, which changes codes."""
+  """Warns if a resumed run has another fsdp size, and this changes how it encodes."""
   if before != now and coded_by_shard(c):
     logging.warning(
       f"mesh.fsdp was {before} and is {now}: each shard is coded by itself, so outer"

@@ -1,13 +1,14 @@
-"""Says what would refuse a run on a machine, in seconds and without that machine.
+"""Tells whether a machine would accept a run, in seconds and without that machine.
 
   python -m diloco check --config=chinchilla:1.3B,M=2 --topology=v5e:8x8 --slices=2
   python -m diloco check --config=streaming:1B --topology=h100:8 --workdir=/data/runs/1B
 
-Training makes the same checks before anything compiles. What the machine refuses ends
-this command with exit status 2. Text, tokenizer and tasks are looked for here; what is
-not here has to be on that machine. The last line starts the run. --config.FIELD=VALUE
-changes a field, as for `diloco.main`. Whether the memory is enough takes minutes, not
-seconds: `python -m diloco aot` with the same flags says it.
+Training makes the same checks before anything compiles. The exit status is 2 if the
+devices or the disk would refuse the run. The command looks for text, tokenizer and
+tasks on this machine; what is missing must be on the machine of the run. The last
+line printed is the command that starts the run. --config.FIELD=VALUE changes a field,
+as for `diloco.main`. `python -m diloco aot`, with the same flags except --workdir,
+checks the memory, which takes minutes.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from diloco.util.storage import open_storage
 
 
 def devices(c: Config, topology: str, slices: int) -> str:
-  """Describes how a run lies on a machine.
+  """Describes how a run uses the devices of a machine.
 
   Raises:
     ConfigError: training refuses the machine.
@@ -49,10 +50,11 @@ def devices(c: Config, topology: str, slices: int) -> str:
 
 
 def checkpoints(c: Config, workdir: pathlib.Path | str | None) -> str:
-  """Describes what the checkpoints take.
+  """Describes the disk space that the checkpoints take.
 
   Raises:
-    ConfigError: the disk of --workdir has no room for them, or its bucket is closed.
+    ConfigError: the disk of --workdir has no room for the checkpoints, or --workdir
+      is a bucket that cannot be used.
   """
   import jax
 
@@ -61,7 +63,7 @@ def checkpoints(c: Config, workdir: pathlib.Path | str | None) -> str:
   from diloco.checkpoint.disk import at_once, check_room, needed
   from diloco.mesh.devices import make_mesh
 
-  # One device gives the same shapes.
+  # On a mesh of one device, the state has the same shapes as on the run's mesh.
   fields = {"mesh.replica": 0, "mesh.fsdp": 0, "outer.offload": False}
   one = changed(c, fields)
   mesh = make_mesh(one, jax.devices()[:1])
@@ -78,7 +80,7 @@ def text(c: Config) -> str:
   """Describes the training text, and how often the run passes over it.
 
   Raises:
-    ConfigError: the text is not here, or does not fit the config.
+    ConfigError: the text is not on this machine, or does not fit the config.
   """
   from diloco.data.pipeline import training_documents
   from diloco.tokenizer.vocabulary import read_manifest, split_folder
@@ -92,10 +94,10 @@ def text(c: Config) -> str:
 
 
 def evaluation(c: Config) -> str:
-  """Describes what evaluations read.
+  """Describes the texts and tasks that evaluations read.
 
   Raises:
-    ConfigError: it is not here, or does not fit the config.
+    ConfigError: a text or task is not on this machine, or does not fit the config.
   """
   from diloco.data.documents import make_documents
   from diloco.evaluate.tasks import INSTALL, load_items
@@ -122,7 +124,7 @@ def launch(topology: str, slices: int, words: str) -> str:
   if chip in GPUS:
     each = f"--gpus-per-node={grid} --ntasks-per-node={grid}"
     return f"sbatch --nodes={slices} {each} scripts/launchers/slurm.sh {words}"
-  # Google Cloud counts the cores of a v5p, and the chips of the others.
+  # Google Cloud names a v5p slice by its cores, other TPU slices by their chips.
   name = {"v5e": f"v5litepod-{chips}", "v5p": f"v5p-{2 * chips}"}
   script = "scripts/launchers/tpu_multislice.sh run"
   kind = name.get(chip, f"{chip}-{chips}")
@@ -135,7 +137,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
   topology, slices, workdir = args.topology, args.slices, args.workdir
 
   def works(part: str, describe: Callable[..., str], *given: object) -> bool:
-    """Prints what a part is, or why it cannot work; returns whether it can."""
+    """Prints what `describe` returns, or its error; returns whether there was none."""
     try:
       found = describe(*given)
     except (ConfigError, TryAgain) as error:

@@ -1,17 +1,17 @@
-"""Tries a plug-in: sizes and round trip of a compressor, jit, fsdp and resume.
+"""Tests a plug-in: sizes and round trip of a compressor, jit, fsdp and resume.
 
   python -m diloco check_plugin ./mine.py
   python -m diloco check_plugin ./mine.py mine.on=true "wire.compressor=mine(k=3)"
 
-It trains a tiny model on two CPU devices and random tokens. Each name that the file
-registers is tried alone, together with the fields that you give: those that turn the
-plug-in on. One line per check; exit status 2 if one fails.
+The command trains a tiny model on random tokens and two CPU devices. Each name that the
+file registers gets its own run, with your FIELD=VALUE, which must turn the plug-in on.
+The command prints a line per check. Its exit status is 2 if any fails.
 
 size        a compressor's `size` is the length of its payload, which is uint8
-round trip  `decode` returns float32 (N, S); how much the codes lose
-jit         12 inner steps with their syncs train; all losses are finite
-fsdp        so do two shards of each tensor; their loss is the same within 2%
-resume      a run that is saved after step 7 and goes on has the same bits
+round trip  `decode` returns float32 (N, S); the line shows its relative error
+jit         a run of 12 inner steps and their syncs works; all losses are finite
+fsdp        with two shards of each tensor, the loss is within 2% of the loss of `jit`
+resume      a run, saved after step 7 and resumed, ends with the same bits as `jit`
 """
 
 import argparse
@@ -37,14 +37,14 @@ from diloco.util.types import PyTree
 from diloco.wire import compressors
 
 STEPS, SAVED = 12, 7
-# Kinds of names that a run tries.
+# Each name of these kinds that a plug-in registers is tried in a run.
 _KINDS = plugins.NAMES.keys() - {"fields", "overlap.transport", "eval.tasks"}
-# (layers, values of a layer, values of a row).
+# (layers, values per layer, values per row).
 _SHAPES = ((3, 40, 8), (1, 7, 7), (2, 1, 1), (2, 256, 16))
 
 
 def cases(file: str, given: Sequence[str]) -> list[list[str]]:
-  """Imports a plug-in; returns the FIELD=VALUE of each run that tries it.
+  """Imports a plug-in; returns the list of FIELD=VALUE of each test run.
 
   Raises:
     ConfigError: the plug-in has fields, and none of them is given.
@@ -69,7 +69,7 @@ def cases(file: str, given: Sequence[str]) -> list[list[str]]:
 
 
 def tiny(file: str, fields: Sequence[str]) -> Config:
-  """Returns the config of a small run with fragments in flight when it is saved."""
+  """Returns the config of a small run that is saved while fragments are in flight."""
   c = default_config(file)
   c.sync_every, c.fragments.size, c.overlap.tau, c.wire.block_size = 4, 1, 2, 16
   c.model.update({"num_layers": 3, "dim": 16, "num_heads": 2, "vocab_size": 256})
@@ -79,7 +79,7 @@ def tiny(file: str, fields: Sequence[str]) -> Config:
 
 
 def size(c: Config, _: object) -> str:
-  """Compares the payloads of a compressor with its `size`; runs it under jit."""
+  """Compares the payloads of a compressor with its `size`, under jit."""
   compressor, wire, lost, sent = compressors.get(c.wire.compressor), c.wire, 0.0, []
   encode = jax.jit(compressor.encode, static_argnums=(0, 3))
   decode = jax.jit(compressor.decode, static_argnums=(0, 2, 3, 4))
@@ -97,14 +97,14 @@ def size(c: Config, _: object) -> str:
 
 
 def _same(what: str, found: PyTree, wanted: PyTree) -> None:
-  """Refuses trees of other shapes or dtypes."""
+  """Raises a ConfigError if two trees differ in shapes or dtypes."""
   kind = lambda tree: str(jax.tree.map(lambda x: f"{x.dtype} {x.shape}", tree))
   if kind(found) != kind(wanted):
     raise ConfigError(f"{what} is {kind(found)}, not {kind(wanted)}.")
 
 
 def train(c: Config, resumes: bool = False) -> tuple[float, PyTree]:
-  """Trains a run on random tokens; returns its last loss, and the arrays at its end."""
+  """Trains a run on random tokens; returns its last loss and its last arrays."""
   shape = (STEPS + 1, c.models, c.train.batch_size // c.models, c.model.seq_len)
   text = jax.random.randint(jax.random.key(0), shape, 0, c.model.vocab_size)
   mesh = make_mesh(c, jax.devices()[: c.mesh.fsdp])
@@ -129,7 +129,7 @@ def train(c: Config, resumes: bool = False) -> tuple[float, PyTree]:
 
 
 def jit(c: Config, whole: list[PyTree]) -> str:
-  """Trains a run, which the next checks compare with theirs."""
+  """Trains a whole run, with which the next checks compare their runs."""
   whole.append(train(c))
   return f"loss {whole[0][0]:.4f} after step {STEPS}"
 
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         failed = True
         reason = located(error, str(pathlib.Path(args.file).resolve()))
         print(f"FAIL  {title}  {check.__name__}: {reason}", flush=True)
-        break  # The other checks need this one.
+        break  # The next checks need this check.
   return 2 if failed else 0
 
 

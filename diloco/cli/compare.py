@@ -1,4 +1,4 @@
-r"""Compares runs: a table, and a picture of their losses. The runs may still go on.
+r"""Compares runs by a table and a picture of their losses. Runs may still train.
 
 python -m diloco compare runs/data_parallel runs/diloco runs/streaming
 python -m diloco compare runs/a runs/b --out=ab.png
@@ -26,8 +26,8 @@ from diloco.spec import plugins
 from diloco.spec.shapes import matrix_params
 from diloco.util import command, files, palette, remote
 
-# Fields that are columns already, follow from columns, or change no result; plug-ins
-# have more that change none, see `Extension.free`.
+# Fields that get no extra column: they have a column, follow from other columns, or
+# change no result. `Extension.free` names such fields of plug-ins.
 _QUIET = (
   *("algorithm", "replicas", "sync_every", "seed", "overlap.tau", "overlap.transport"),
   *("wire.format", "fragments.pattern", "train.tokens", "plugins"),
@@ -38,7 +38,7 @@ ABOVE = "above data-parallel (%)"
 
 
 def named(runs: Sequence[Run]) -> list[Run]:
-  """Names runs of a sweep, whose folders are called by digests, by what differs."""
+  """Names the runs of a sweep by the fields that differ, not by their digests."""
   fields = [leaves(run.config.to_dict()) for run in runs]
   differs = _differing(fields, "seed")
   own = lambda values: [f"{f.rpartition('.')[2]}={values.get(f)}" for f in differs]
@@ -52,14 +52,14 @@ def named(runs: Sequence[Run]) -> list[Run]:
 
 
 def _differing(runs: Sequence[Mapping[str, Any]], *also: str) -> list[str]:
-  """Returns the fields that differ between runs: those not in _QUIET, and `also`."""
+  """Returns the fields in which runs differ; _QUIET fields only if in `also`."""
   shown = lambda f: f in also or not f.startswith(_QUIET + plugins.free())
   names = filter(shown, dict.fromkeys(itertools.chain(*runs)))
   return [f for f in names if len({repr(run.get(f)) for run in runs}) > 1]
 
 
 def mean_of(runs: Sequence[Run]) -> Run:
-  """Returns a run with the mean losses of runs that `joined` has grouped."""
+  """Returns a run with the mean losses of runs that differ only in their seeds."""
   mean = lambda losses: pd.DataFrame(losses).mean(skipna=False).to_dict()
   return dataclasses.replace(
     runs[0],
@@ -74,7 +74,7 @@ def row(runs: Sequence[Run]) -> dict[str, str]:
   """Returns the columns of a run: its settings, then its results.
 
   Args:
-    runs: the run, or several that `joined` has grouped.
+    runs: one run, or several that differ only in their seeds.
   """
   run = runs[0]
   c, step, last = run.config, run.step, max(run.held_out, default=0)
@@ -103,7 +103,7 @@ def row(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def table(runs: Sequence[Run]) -> str:
-  """Formats a line per run; first a line with the settings that all runs share.
+  """Formats a line per run, after a line with the settings that all runs share.
 
   Runs that differ only in their seeds share a line.
   """
@@ -127,8 +127,8 @@ def table(runs: Sequence[Run]) -> str:
 def above(groups: Sequence[Sequence[Run]]) -> list[str]:
   """Returns by how many % each group's held-out loss is above data-parallel's.
 
-  Of the data-parallel groups of the same model that were evaluated after the same
-  tokens, on the same text, the best one counts. Losses are compared seed by seed.
+  Each group is compared with the best data-parallel group that has the same model and
+  was evaluated after as many tokens on the same text. Losses are compared per seed.
   """
   found, texts = [_final(group) for group in groups], list[str]()
   pairs = [*zip(groups, found)]
@@ -155,7 +155,7 @@ def _final(runs: Sequence[Run]) -> tuple[int, dict[int, float]]:
 
 
 def _name(runs: Sequence[Run]) -> str:
-  """Returns what the names of runs have in common, and how many runs they are."""
+  """Returns the common beginning of the names of runs, and the number of runs."""
   if len(runs) == 1:
     return runs[0].name
   common = os.path.commonprefix([run.name for run in runs])  # noqa: RUF071
@@ -164,8 +164,8 @@ def _name(runs: Sequence[Run]) -> str:
 
 
 def draw(runs: Sequence[Run]) -> Any:
-  """Draws the loss against tokens and bytes sent; returns a figure."""
-  from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter  # Slow.
+  """Draws the loss over tokens and over bytes sent; returns the figure."""
+  from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter  # Slow import.
 
   title = "Lines: training loss, smoothed. Circles: held-out loss."
   if any(run.seeds > 1 for run in runs):
@@ -177,9 +177,9 @@ def draw(runs: Sequence[Run]) -> Any:
     steps, loss = points(run.loss)
     places = [{t: float(t * c.tokens_per_step) for t in run.loss}, run.sent]
     for panel, place in zip(panels, places):
-      # On a logarithmic axis there is no place for 0.
+      # A logarithmic axis cannot show 0.
       x = np.array([place.get(t) or math.nan for t in steps], dtype=float)
-      # The last step with each x; a run may have no step yet.
+      # Keeps only the last step with each x; a run may have no step yet.
       last = np.append(x[1:] != x[:-1], True)[: len(x)]
       line(panel, x[last], smoothed(loss)[last], **look)
       for t in filter(place.get, run.held_out):
@@ -200,13 +200,13 @@ def draw(runs: Sequence[Run]) -> Any:
 def label(run: Run) -> str:
   """Names a run and its method in the legend."""
   name, method = run.name, title(run.config)
-  if name.startswith(method):  # `named` has named it.
+  if name.startswith(method):  # The name from `named` is enough.
     return name
   return method if name == run.config.algorithm else f"{name}: {method}"
 
 
 def missing(run: Run) -> list[str]:
-  """Says what a run lacks, one sentence each."""
+  """Returns a sentence for each result that a run lacks."""
   if not run.loss:
     return [f"{run.name} has no step yet."]
   found = list[str]()

@@ -2,10 +2,11 @@
 
   python -m diloco evaluate runs/sample --tasks=hellaswag,piqa,arc_easy
 
-Reads the outer parameters of the newest checkpoint, or of an export. Prints a line for
-each task and writes evaluation_<step>.json into the workdir; prints the content of this
-file if the workdir is read-only. --details=FILE also writes the log-likelihood of every
-choice. --heldout adds the held-out loss and needs the data.
+The command reads the outer parameters of the newest checkpoint, or of an export. It
+prints a line for each task and writes evaluation_<step>.json into the workdir. If the
+workdir is read-only, the command prints this content instead. --details=FILE also
+writes the log-likelihood of every choice. --heldout adds the held-out loss and needs
+the data.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _note(workdir: pathlib.Path, c: Config, evaluation: Evaluation) -> str:
-  """Warns if the run was evaluated on another text than this; "" if it was not."""
+  """Returns a warning if the run itself was evaluated on another text; else ""."""
   now = basis(c.to_dict(), {HELD_OUT: evaluation.held_out})
   then = basis(c.to_dict(), read_contents(workdir))
   return "".join(

@@ -7,8 +7,8 @@ The folder holds the outer parameters (model.safetensors, float32, names such as
 (tokenizer.model). diloco generate and diloco evaluate accept the folder as WORKDIR,
 and `diloco.interop.load.load` returns the same parameters, bit for bit.
 
-With --format=NAME, the folder has another format, if the plug-in of the model's
-architecture writes one (docs/models.md).
+--format=NAME writes another format, if the plug-in of the model's architecture has one
+(docs/models.md).
 """
 
 import argparse
@@ -38,14 +38,14 @@ def export(
   """Writes the model's parameters, config and tokenizer; returns the files.
 
   Args:
-    model: from `diloco.interop.load.load`.
-    output: folder to create; if it has an export, the files are replaced.
+    model: the result of `diloco.interop.load.load`.
+    output: folder to create; if it already holds an export, the files are replaced.
     format: "diloco", or a format of the model's architecture.
-    dtype: type of the weights; the format diloco has only float32.
+    dtype: type of the weights; the format "diloco" allows only float32.
 
   Raises:
     ConfigError: the architecture has no such format, the tokenizer or the package
-      safetensors is missing, or the folder is a run's.
+      safetensors is missing, or the folder belongs to a run.
   """
   m, tokenizer = model.config.model, load_tokenizer(model.config.data.tokenizer)
   formats = {DILOCO: write} | getattr(registry.get(m), "FORMATS", {})
@@ -62,7 +62,7 @@ def export(
 def write(
   model: load.Model, tokenizer: Tokenizer, folder: pathlib.Path, dtype: str
 ) -> list[str]:
-  """Writes the format that every architecture has; returns the names of the files."""
+  """Writes the files of the format "diloco"; returns their names."""
   tensors = traverse_util.flatten_dict(jax.device_get(model.params), sep=".")
   load.save(tensors, folder / load.WEIGHTS, "np")
   config = model.config.to_dict()
@@ -82,8 +82,8 @@ def make_output(output: str | pathlib.Path) -> pathlib.Path:
   """Makes the folder of an export.
 
   Raises:
-    ConfigError: nothing can be written there, or the folder is a run's. A run's
-      config.json would be lost, and its checkpoints would no longer be found.
+    ConfigError: the folder cannot be written, or belongs to a run. An export
+      would replace the run's config.json, so that its checkpoints could not be found.
   """
   folder = make_folder(output, "--output")
   if (folder / "checkpoints").exists():
@@ -102,13 +102,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _without_folders(value: Any) -> Any:
-  """Names files as on any machine: files:/home/me/a.txt becomes files:a.txt."""
+  """Removes folders from names of files: files:/home/me/a.txt becomes files:a.txt."""
   if not isinstance(value, str):
     return value
   parts = []
   for part in value.split(","):
     kind, colon, path = part.rpartition(":")
-    here = path.startswith(("/", "~")) and not path.startswith("//")  # No address.
+    here = path.startswith(("/", "~")) and not path.startswith("//")  # No URL.
     parts.append(kind + colon + pathlib.PurePath(path).name if here else part)
   return ",".join(parts)
 

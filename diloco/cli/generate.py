@@ -2,8 +2,8 @@
 
   python -m diloco generate runs/sample --prompt='My fellow citizens'
 
-Uses the outer parameters of the newest checkpoint. --temperature=0 always takes the
-most likely token; --top_k=40 draws only from the 40 most likely tokens.
+The command uses the outer parameters of the newest checkpoint. --temperature=0 always
+takes the most likely token; --top_k=40 draws only from the 40 most likely tokens.
 """
 
 import argparse

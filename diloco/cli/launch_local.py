@@ -4,16 +4,16 @@
   python -m diloco launch_local -n 2 --sites -- --config=configs/sample.py \\
     --workdir=runs/sites
 
-Every process is a `diloco.main` with the arguments after `--`, or the command that is
-the first of them. Every output line begins with the number of its process. If a process
-fails, the others have 20 seconds to report it and end; then they are killed. SIGTERM
-and SIGINT are passed on to all processes; a second signal kills them. The exit status
-is that of the first process that failed. With --devices=K each process has K forced CPU
-devices.
+Every process runs `diloco.main` with the arguments after `--`. If the first of them is
+the name of a diloco command, every process runs that command instead. Every output line
+begins with the number of its process. If a process fails, the others have 20 seconds to
+report the failure and end; then they are killed. SIGTERM and SIGINT are passed on to
+all processes; a second signal kills them. The exit status is that of the first process
+that failed. With --devices=K, each process has K simulated CPU devices.
 
 With --sites, the N processes are the sites of one run (docs/sites.md). They write to
-the folders site-0, site-1, ... of the workdir, and meet in its folder group. A site
-that fails ends nobody else.
+the folders site-0, site-1, ... of the workdir, and share its folder `group`. If a site
+fails, the others go on.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from typing import IO
 from diloco.util.command import Parser, as_path, free_port, guarded, in_range
 
 GRACE = 20.0  # Seconds from the failure of a process until the others are killed.
-MOST = 1024  # Processes, or devices of one: a slip of the finger would fill the memory.
-# What every process prints about its connections.
+MOST = 1024  # Most processes, or devices per process: a typing error may fill memory.
+# Every process prints such messages about its connections; `copy` removes them.
 _GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*")
 
 
@@ -89,17 +89,17 @@ def start(command: list[str], options: argparse.Namespace) -> subprocess.Popen:
     env=env,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
-    start_new_session=True,  # Ctrl-C reaches a process once, through this one.
+    start_new_session=True,  # Only `forward_signals` passes Ctrl-C on to a process.
   )
 
 
 def copy(name: str, stream: IO[bytes]) -> None:
-  """Prints the lines of a process; a progress bar ends lines by carriage returns."""
+  """Prints the lines of a process; those of a progress bar end in carriage returns."""
   for line in iter(stream.readline, b""):
     for part in line.decode(errors="replace").splitlines():
-      part = _GLOO.sub("", part)  # It may follow a progress bar.
+      part = _GLOO.sub("", part)  # Gloo's message may follow a progress bar.
       if part.strip():
-        with contextlib.suppress(BrokenPipeError):  # Nobody reads; the run goes on.
+        with contextlib.suppress(BrokenPipeError):  # If nobody reads the output, go on.
           print(f"[{name}] {part}", flush=True)
 
 
@@ -121,7 +121,7 @@ def wait(
 ) -> int:
   """Waits for all processes; returns the status of the first that failed.
 
-  If one of `needed` fails, the others are killed after a while.
+  If one of `needed` fails, the others are killed after GRACE seconds.
   """
 
   def kill_all() -> None:
@@ -135,9 +135,9 @@ def wait(
     if status:
       how = f"code {status}" if status > 0 else f"signal {-status}"
       print(f"process {name} ended with {how}.", file=sys.stderr)
-      # The shell reports a signal as 128 plus its number.
+      # Shells report the end by a signal as 128 plus the signal's number.
       code = code or (status if status > 0 else 128 - status)
-      if name in needed and grace.ident is None:  # Not started yet.
+      if name in needed and grace.ident is None:  # No timer runs yet.
         grace.start()
   grace.cancel()
   return code

@@ -1,13 +1,14 @@
-"""Prints a table of runs: what each run trains, and how much it sends. No JAX.
+"""Prints a table of runs: what each run trains and how much it sends. Imports no JAX.
 
   python -m diloco list_configs
   python -m diloco list_configs configs/streaming.py:1B,H=100 configs/sample.py
   python -m diloco list_configs --of="2503.09799 table 4"
 
-A config file without an argument stands for all its `RUNS`. Without any config, the
-table lists the papers' runs: configs/streaming.py and configs/chinchilla.py. With --of,
-it lists those of one table, figure or section at the paper's scale, and below it the
-command of each run. A tuned setting has one run: its sweep tries more rates.
+A config file without an argument stands for all runs in its list `RUNS`. Without any
+config, the command lists the papers' runs: configs/streaming.py and
+configs/chinchilla.py. With --of, it lists the runs of one table, figure or section at
+the paper's scale, and then the command of each run. If a sweep tunes the rates of a
+setting, the setting counts as one run here.
 
 M          replicas
 N          parameters without positions and norms; the papers name models by this N
@@ -57,10 +58,10 @@ def rows(names: list[str]) -> list[Json]:
 
 
 def runs_of(item: str) -> tuple[list[Json], list[str]]:
-  """Returns the rows and the commands of the runs of an item, at the paper's scale.
+  """Returns rows and commands for the runs of an item, at the paper's scale.
 
   Args:
-    item: paper and table, figure or section, such as 2503.09799 table 4.
+    item: a paper and its table, figure or section, such as 2503.09799 table 4.
 
   Raises:
     ConfigError: no config names runs of the item.
@@ -108,7 +109,7 @@ def row(name: str, c: Config) -> Json:
 
 
 def traffic(c: Config) -> tuple[int, int]:
-  """Returns the bytes of the largest payload, and of all that one replica sends.
+  """Returns the bytes of the largest payload, and all bytes that one replica sends.
 
   data_parallel all-reduces its gradients at every step.
   """

@@ -1,10 +1,10 @@
-r"""Shows how runs go on, here or on another machine. Only reads the files of the runs.
+r"""Shows the progress of runs here or on another machine, by reading their files.
 
 python -m diloco status runs/sample
 watch -n 5 python -m diloco status runs/sites
 
-WORKDIR is the --workdir of diloco.main, or the --group of several sites, or a folder of
-such folders: that of a sweep, or of a run of several sites.
+WORKDIR is the --workdir of diloco.main or the --group of several sites. It can also be
+a folder that contains them, such as the folder of a sweep or of a run of several sites.
 """
 
 import argparse
@@ -37,11 +37,11 @@ from diloco.util.shipped import PACKAGE
 from diloco.util.types import Json
 
 SUMMARY = "summary.json"
-_RECENT = 20  # The usual time is that of these newest steps.
+_RECENT = 20  # Newest logged steps; the median time between them counts as usual.
 
 
 def of_run(folder: pathlib.Path, now: float) -> Status:
-  """Reads how a run, or a site of a run, goes on."""
+  """Reads the progress of a run, or of one site of a run."""
   config = read_config(folder)
   total = config.get("train", {}).get("steps")
   found = newest(folder, config)
@@ -59,7 +59,7 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   usual = statistics.median(abs(a - b) for a, b in zip(times, times[1:] or times))
   age = last_line(folder / metrics.FILE, now, usual, done)
   saved = steps_of(folder)
-  reached = max([t, *saved])  # A stop saves between two lines of the log.
+  reached = max([t, *saved])  # A stopped run may save a later step than it logs.
   speed = f", {rate:,.0f} tokens/s" if rate else ""
   news = {"step": progress(reached, total) + speed}
   if rate and total and t < total and "state" not in age:
@@ -77,10 +77,10 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
 
 
 def _is_finished(folder: pathlib.Path, trained: float) -> bool:
-  """Returns whether a run wrote its summary after it trained a step at this time.
+  """Returns whether a run has a summary that was written after the time `trained`.
 
-  A site that jumped to the group's last step has logged an earlier step. A run that
-  goes on from an older checkpoint may have the summary of its first end.
+  The last logged step does not show the end: a site may have jumped to the group's last
+  step. A run resumed from an older checkpoint may still have its first summary.
   """
   path = folder / SUMMARY
   return files.read_json(path) is not None and trained <= path.stat().st_mtime
@@ -89,8 +89,8 @@ def _is_finished(folder: pathlib.Path, trained: float) -> bool:
 def newest(folder: pathlib.Path, config: Json) -> metrics.Kinds:
   """Returns the newest records of a run by kind, the newest first.
 
-  Reads metrics.jsonl from its end, no further than needed: until there is an
-  evaluation, and every fragment is received.
+  Reads metrics.jsonl from its end, over as many steps as contain an evaluation and a
+  receive of every fragment.
   """
   found: metrics.Kinds = {"step": [], "eval": [], "receive": []}
   every = config.get("eval", {}).get("every", 0)
@@ -118,12 +118,12 @@ def read(folder: pathlib.Path, now: float) -> Status:
 
 
 def find(folder: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the folders of runs: the folder itself and those in it, also of sites.
+  """Returns all folders of runs and sites: `folder` itself, and folders inside it.
 
   Raises:
-    ConfigError: there is no run.
+    ConfigError: there is no run in the folder.
   """
-  depths = (".", "*", "*/*", "*/*/*")  # A sweep has runs/NAME/site-0 at most.
+  depths = (".", "*", "*/*", "*/*/*")  # The deepest is a sweep's runs/NAME/site-0.
   found = [
     f for depth in depths for name in READERS for f in folder.glob(f"{depth}/{name}")
   ]
@@ -156,7 +156,7 @@ def lines(folder: pathlib.Path | str, now: float) -> list[str]:
 
 
 def show(args: argparse.Namespace) -> None:
-  """Prints the lines of all folders."""
+  """Prints the status of the runs in all given folders."""
   for folder in args.workdir:
     print("\n".join(lines(folder, time.time())))
 

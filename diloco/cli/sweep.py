@@ -11,9 +11,9 @@ python -m diloco sweep --sweep=... --results=/shared/sweep --backend=slurm \
 python -m diloco sweep --sweep=... --results=/tmp/sweep --workdir=gs://BUCKET/sweep \
   --parallel=2 --launch='ssh host{worker} "env/bin/python -m diloco.main {flags}"'
 
-Runs are processes on this machine, Slurm jobs (--backend=slurm), or what the command of
---launch trains elsewhere. --config.FIELD=VALUE changes a field of every run, as for
-diloco.main.
+Runs are processes on this machine or Slurm jobs (--backend=slurm), or the command of
+--launch trains them on other machines. --config.FIELD=VALUE changes a field of every
+run, as for diloco.main.
 """
 
 import argparse
@@ -60,10 +60,10 @@ def make_backend(
 
 
 def check_backend(args: argparse.Namespace) -> None:
-  """Refuses flags that do not fit together, and commands that do not exist.
+  """Checks that the flags fit together and that the command of the runs exists.
 
   Raises:
-    ConfigError: names the flag, its value and the remedy.
+    ConfigError: the flags do not fit together, or there is no such command.
   """
   slurm, launch = args.backend == "slurm", args.launch
   here = f"--backend is {args.backend}"
@@ -98,7 +98,7 @@ def check_backend(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, fields: Sequence[str]) -> int:
-  """Does what the flags ask for; returns the exit status.
+  """Runs the action that the flags choose; returns the exit status.
 
   Args:
     fields: flags --config.FIELD=VALUE.
@@ -141,7 +141,7 @@ def export_runs(results: pathlib.Path, path: pathlib.Path, sweep: Sweep | None) 
 
 
 def import_runs(folder: pathlib.Path, path: pathlib.Path) -> None:
-  """Reads the CSV file of --import."""
+  """Imports the runs of the CSV file of --import."""
   if not path.exists() or path.is_dir():
     raise ConfigError(
       f"--import is {str(path)!r}, but there is no such file; give a file written by"
@@ -178,7 +178,7 @@ def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
 
 
 def show_chart(chart: Chart, driver: Driver) -> pd.DataFrame:
-  """Prints the table of a sweep, and what makes losses incomparable; returns it."""
+  """Prints and returns the table of a sweep; warns if losses are not comparable."""
   cells = driver.best_rows()
   found = comparison.frame(chart, cells)
   texts = [basis(row["config"], row["contents"]) for _, row in cells if row]
@@ -201,10 +201,10 @@ def show(driver: Driver) -> None:
 
 
 def count(driver: Driver, args: argparse.Namespace) -> None:
-  """Prints the least number of runs to come, their FLOPs and chip-hours, by size.
+  """Prints, per model size, the least number of runs to come, their FLOPs and hours.
 
-  FLOPs are 6 N for each token, as the papers count. With Slurm, also writes a script
-  that submits the jobs that come first.
+  FLOPs are 6 N for each token, as the papers count. With Slurm, the function also
+  writes a script that submits the first jobs.
 
   Raises:
     ConfigError: a point has no valid config.
@@ -223,7 +223,7 @@ def count(driver: Driver, args: argparse.Namespace) -> None:
   if slurm:
     unit, chip, peak = "GPU-hours", "an H100", hardware.CHIPS["NVIDIA H100"][0]
   print(f"{'size':<8} {'jobs' if slurm else 'runs':>5} {'FLOPs':>9} {unit:>11}")
-  total["total"] = total.pop("total", (0, 0.0))  # The last line.
+  total["total"] = total.pop("total", (0, 0.0))  # Moves it to the last line.
   for name, (runs, flops) in total.items():
     hours = flops / (MFU * peak * 3600)
     print(f"{name:<8} {runs:>5} {flops:>9.2g} {hours:>11,.3g}")
@@ -236,7 +236,7 @@ def count(driver: Driver, args: argparse.Namespace) -> None:
 
 
 def write_jobs(driver: Driver, args: argparse.Namespace) -> None:
-  """Writes the script of --dry_run that submits the jobs that come first."""
+  """Writes the script of --dry_run, which submits the first jobs."""
   check_backend(args)
   if args.results is None:
     raise ConfigError("--results is missing; give the folder that holds all runs.")

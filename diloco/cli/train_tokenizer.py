@@ -1,4 +1,4 @@
-r"""Trains a SentencePiece unigram model on a source; the same text, the same model.
+r"""Trains a SentencePiece unigram model; the same text always gives the same model.
 
   python -m diloco train_tokenizer --source=tfds:c4/en:3.1.0 --data_dir=/data \
     --output=c4_32k.model
@@ -9,9 +9,9 @@ The papers use 32,000 pieces and pad the embedding to a power of two
     --output=diloco/tokenizer/shipped/sotu_2048.model
 
 The model does not normalise text, keeps line breaks and falls back to bytes where no
-piece fits. So it represents every text and gives it back exactly. If a source is larger
-than --max_mb, each of its parts gives a share. The model depends only on the text and
-the options: training uses one thread and no random sampling.
+piece fits. So it encodes every text and decodes it exactly. If a source is larger than
+--max_mb, the model sees only the beginning of each part of it. The model depends only
+on the text and the options: training uses one thread and no random sampling.
 """
 
 import argparse
@@ -31,13 +31,13 @@ from diloco.spec.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from diloco.util import command
 from diloco.util.files import write
 
-SPACE = "▁"  # SentencePiece writes spaces so.
-# SentencePiece skips lines of more bytes than this. A character has at most 4 bytes.
+SPACE = "▁"  # SentencePiece's character for a space.
+# SentencePiece skips lines with more bytes than this. A character has at most 4 bytes.
 _MAX_LINE = 100_000
 
 
 def paragraphs(pieces: Sequence[pieces_lib.Piece], max_bytes: int) -> Iterator[str]:
-  """Yields non-empty lines; a piece's share of `max_bytes` is that of its size."""
+  """Yields non-empty lines; each piece gives a share of `max_bytes` by its size."""
   size = sum(piece.size for piece in pieces)
   for piece in pieces:
     left = max_bytes * piece.size // max(size, 1)
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _explain(error: str, args: argparse.Namespace) -> str:
-  """Puts SentencePiece's errors about the vocabulary into one sentence."""
+  """Rewrites SentencePiece's errors about the vocabulary as one sentence."""
   for pattern, sentence in (
     (r"too high .* <= (\d+)", "gives at most {} pieces; lower --vocab_size"),
     (r"required_chars.* vs (\d+)", "needs at least {} pieces; raise --vocab_size"),
@@ -94,15 +94,15 @@ def _explain(error: str, args: argparse.Namespace) -> str:
     if found:
       wrong = sentence.format(found[1])
       return f"--vocab_size is {args.vocab_size}, but the text {wrong}."
-  if own := re.search(r"ConfigError: (.+)", error):  # Raised while it read the text.
+  if own := re.search(r"ConfigError: (.+)", error):  # Raised by reading text.
     return own[1]
   return f"SentencePiece cannot train on --source={args.source}: {error}"
 
 
 def _has_space(model: bytes) -> bool:
-  """Returns whether a model has the piece of a space, which a rare character lacks.
+  """Returns whether a model has a piece for the space; it has none if spaces are rare.
 
-  Without this piece, a space would come back as the character that stands for it.
+  Without this piece, a space would be decoded as the character SPACE.
   """
   processor = sentencepiece.SentencePieceProcessor(model_proto=model)
   return processor.piece_to_id(SPACE) != UNK_ID
@@ -125,7 +125,7 @@ def _train(lines: Iterator[str], vocab_size: int, **options: Any) -> bytes:
     remove_extra_whitespaces=False,
     user_defined_symbols=["\n"],
     max_sentence_length=_MAX_LINE,
-    num_threads=1,  # Ids depend on the number of threads.
+    num_threads=1,  # The pieces' ids depend on the number of threads.
     minloglevel=1,
     **options,
   )

@@ -1,4 +1,4 @@
-"""Configs: every field with its default, and how files and flags set them. No JAX."""
+"""Configs: every field with its default, set by files and flags. No JAX."""
 
 from diloco.config.resolve import (
   add_plugins,

@@ -1,7 +1,7 @@
-"""Checks the fields of a config, each alone and all together. No JAX.
+"""Checks the fields of a config: first each field alone, then all together. No JAX.
 
-`combinations.py` has the table of choices that need other choices. Every error is one
-sentence with the field, its value and the remedy.
+`combinations.py` has the rules for values that need values of other fields. Every error
+is one sentence with the field, its value and the remedy.
 """
 
 import numbers
@@ -18,7 +18,7 @@ from diloco.spec.fields import Config, Range
 from diloco.util.command import meant
 from diloco.util.types import Json
 
-# What to give in a field of each type.
+# {type of a field: the values that it accepts, in words}
 _WANTED = {
   int: "a whole number",
   float: "a number",
@@ -37,7 +37,7 @@ def check_each(v: Json, defaults: Json, kinds: Json) -> Json:
     kinds: the type of each field, with its limits.
 
   Returns:
-    The fields, numbers in the type of their field: 5e8 is a whole number.
+    The fields. A number gets the type of its field, so 5e8 can be a whole number.
 
   Raises:
     ConfigError: a field has a value that cannot work.
@@ -52,10 +52,11 @@ def check_each(v: Json, defaults: Json, kinds: Json) -> Json:
 
 
 def _checked(field: str, value: Any, kind: Any) -> Any:
-  """Returns the value of a field in the type of the field.
+  """Returns the value of a field, converted to the type of the field.
 
   Raises:
-    ConfigError: it has another type, is no choice, or is outside the limits.
+    ConfigError: the value has another type, is not one of the choices, or is outside
+      the limits.
   """
   choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
   if choices and not (isinstance(value, str) and value in choices):
@@ -81,7 +82,7 @@ def _converted(value: Any, kind: Any) -> Any:
   """Converts a value to its type; returns it unchanged if `_WANTED` lacks the type.
 
   Raises:
-    OverflowError, TypeError, ValueError: the value is none of this type.
+    OverflowError, TypeError, ValueError: the value does not fit the type.
   """
   base = getattr(kind, "__origin__", kind)
   if base not in _WANTED:
@@ -99,7 +100,7 @@ def _converted(value: Any, kind: Any) -> Any:
 
 
 def unknown(field: str, known: Collection[str]) -> str:
-  """Returns the end of a sentence about a field that does not exist."""
+  """Returns the end of an error message about a field that does not exist."""
   if field in plugins.moved():
     _, now, value = plugins.moved()[field]
     hint = plugins.hint(str(value)) or plugins.hint(now)
@@ -111,7 +112,7 @@ def unknown(field: str, known: Collection[str]) -> str:
 
 
 def check_together(c: Config, v: Json, defaults: Json) -> None:
-  """Checks fields that depend on each other; `v` has all by name."""
+  """Checks fields that depend on each other; `v` has all fields by name."""
   combinations.check({**v, "overlap.tau": max(c.overlap.taus)}, defaults)
   if c.eval.test_tokens and not c.eval.tokens:
     raise ConfigError(
@@ -122,7 +123,7 @@ def check_together(c: Config, v: Json, defaults: Json) -> None:
   divide("train.batch_size", c.train.batch_size, "replicas", c.replicas)
   divide("train.batch_size", c.train.batch_size, "data.shards", c.data.shards)
   divide("data.shards", c.data.shards, "replicas", c.replicas)
-  # An architecture with fields of its own may have heads of another size.
+  # An architecture with its own fields may have a head size other than dim / num_heads.
   heads = 0 if m.extensions else m.num_heads
   divide("model.dim", m.dim, "model.num_heads", heads)
   divide("model.seq_len", m.seq_len, "model.loss_chunk", m.loss_chunk)
@@ -138,10 +139,10 @@ def check_together(c: Config, v: Json, defaults: Json) -> None:
 
 
 def divide(multiple: str, n: int, divisor: str, d: int) -> None:
-  """Refuses a number of a field that the number of another does not divide; 0: none.
+  """Refuses one field's value n if another field's value d does not divide n.
 
   Raises:
-    ConfigError: d does not divide n.
+    ConfigError: d does not divide n, and d is not 0.
   """
   if d and n % d:
     raise ConfigError(
@@ -150,9 +151,9 @@ def divide(multiple: str, n: int, divisor: str, d: int) -> None:
 
 
 def check_names(c: Config) -> None:
-  """Refuses names that nothing has registered."""
+  """Refuses an unknown compressor, number format, model, average or transport."""
   sizes.check(c.wire)
-  # Another config may have loaded a plug-in whose fields this one lacks.
+  # Another config may have loaded a plug-in that this config does not name.
   own, names = c.model.extensions, plugins.NAMES
   models = [name for name in names["model.name"] if own or name not in names["fields"]]
   plugins.check_name("model.name", c.model.name, models)
@@ -175,7 +176,7 @@ def check_profile(c: Config) -> None:
 
 
 def check_tokens(c: Config, given: Json) -> None:
-  """Refuses tokens that are not those of the steps, if both were given."""
+  """Refuses a number of tokens that contradicts a given number of steps."""
   steps, tokens = given.get("train.steps"), given.get("train.tokens")
   if steps and tokens and tokens // c.tokens_per_step != steps:
     raise ConfigError(

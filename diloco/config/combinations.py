@@ -1,4 +1,4 @@
-"""Fields that do not work together or do nothing, refused with one sentence. No JAX."""
+"""Refuses fields that do not work together or have no effect. No JAX."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,17 +27,18 @@ def check(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
   """Refuses fields that do not work together.
 
   Args:
-    values: a config's fields by name ("outer.average"); overlap.tau: the largest tau.
+    values: a config's fields by name, such as "outer.average"; overlap.tau must be the
+      largest tau of all replicas.
     defaults: the default of each field.
 
   Raises:
-    ConfigError: a choice needs another value of a field.
+    ConfigError: the value of one field needs another value of a second field.
   """
   data_parallel = values["algorithm"] == "data_parallel"
   groups = plugins.NAMES["fields"].values()
   own = (rule for group in groups for rule in group.rules)
   for field, choice, reason, needs in (*RULES, *own):
-    if field not in values:  # Of a plug-in that is not loaded.
+    if field not in values:  # The plug-in with this field is not loaded.
       continue
     value, default = values[field], defaults[field]
     if value == default or choice not in (None, value):
@@ -58,18 +59,18 @@ def check(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
 def check_effects(
   c: Config, values: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-  """Refuses fields that other fields leave without effect.
+  """Refuses fields that have no effect because of other fields.
 
-  data_parallel ignores the fields of DiLoCo, and diloco those of streaming, so that one
-  file serves a run and its baselines. Not for saved configs: a run that had such a
-  field can still be read.
+  Fields of DiLoCo are allowed with data_parallel, and fields of streaming with diloco,
+  so that one file serves a run and its baselines. Saved configs are not checked, so a
+  saved run whose config has a field without effect can still be read.
 
   Args:
     values: the fields of `c` by name.
     defaults: the default of each field.
 
   Raises:
-    ConfigError: such a field is not at its default.
+    ConfigError: a field without effect does not have its default.
   """
   groups = [_effects(c)]
   if c.make_fragments():
@@ -84,7 +85,7 @@ def check_effects(
 
 
 def _effects(c: Config) -> dict[str, tuple[bool, str]]:
-  """Returns {field: (whether it does nothing, why)} for any algorithm."""
+  """Returns {field: (whether it has no effect, why)} for any algorithm."""
   silent = (not c.log.sample_tokens, "log.sample_tokens is 0")
   no_split = lambda source: not source.startswith(("tfds:", "arrays:"))
   held_out = c.data.eval_source or c.data.source
@@ -108,7 +109,7 @@ def _effects(c: Config) -> dict[str, tuple[bool, str]]:
 
 
 def _effects_on_syncs(c: Config) -> dict[str, tuple[bool, str]]:
-  """Returns the same of the fields of DiLoCo."""
+  """Returns {field: (whether it has no effect, why)} for the fields of DiLoCo."""
   compressor = sizes.coder(c.wire.compressor)
   return {
     "overlap.tau": (

@@ -1,7 +1,7 @@
 """Reads the flags of a config; every mistake of the user becomes one sentence. No JAX.
 
-absl and ml_collections parse the flags. This file checks the config file and the names
-of the fields first, because those libraries answer such mistakes with a traceback.
+absl and ml_collections parse the flags. This file first checks the config file and the
+names of the fields, because the libraries answer a mistake in them with a traceback.
 """
 
 import re
@@ -35,13 +35,13 @@ class _WholeNumber(flags.IntegerParser):
 
 
 config_flags.register_flag_parser_for_type(int, _WholeNumber())
-# The arguments that `_parse` reads, with those of flag files. ml_collections looks
-# there for the fields that are set.
+# The arguments that `_parse` reads, including the arguments in flag files. The package
+# ml_collections finds in this list which fields are set.
 _ARGUMENTS: list[str] = []
 
 
 class _Made(flags.ArgumentParser):
-  """Gives ml_collections the config that `_take_config` has made of --config."""
+  """Gives ml_collections the config that `_take_config` has made from --config."""
 
   def __init__(self, config: ml_collections.ConfigDict):
     self._config = config
@@ -61,7 +61,7 @@ def run(main: Callable[[list[str]], object]) -> None:
   """Runs a program with absl flags; a ConfigError becomes one sentence, exit status 2.
 
   Args:
-    main: takes a list of the program's name.
+    main: the program; its argument is a list with only the program's name.
   """
   app.run(
     lambda argv: sys.exit(guarded(main, argv, mistakes=ConfigError)),
@@ -76,7 +76,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     argv: the program and its arguments.
 
   Returns:
-    A list of the program.
+    A list with only the program's name.
   """
   argv = ["--help" if word == "-h" else word for word in argv]
   if "--help" in argv:
@@ -92,7 +92,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
-  except SystemExit:  # absl ends with 1 after it has printed the help.
+  except SystemExit:  # After the help, absl ends with status 1.
     sys.exit(0)
 
 
@@ -100,7 +100,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
   """Resolves the config that the trainer would take from the same arguments.
 
   Args:
-    name: a file or the name of a shipped config; an argument follows a colon.
+    name: a file or the name of a shipped config, perhaps with ":" and its argument.
     overrides: flags such as --config.overlap.tau=5.
 
   Raises:
@@ -115,7 +115,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
 def with_flags(
   config: ml_collections.ConfigDict, given: Sequence[str]
 ) -> ml_collections.ConfigDict:
-  """Changes the fields of a config that no file has.
+  """Applies flags to a config that was not made from a file of --config.
 
   Args:
     config: has all fields of `given`.
@@ -134,7 +134,7 @@ def with_flags(
 
 
 def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
-  """Parses flags into `values`; returns the other arguments.
+  """Parses flags into `values`; returns the program and the arguments without flags.
 
   Raises:
     ConfigError: a flag is missing, is unknown or has a wrong value.
@@ -156,7 +156,7 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
     raise
   except UnicodeError as error:
     raise ConfigError("--flagfile names a file that is no text in UTF-8.") from error
-  except ValueError as error:  # Of absl's own flags, such as --stderrthreshold.
+  except ValueError as error:  # From absl's own flags, e.g. --stderrthreshold.
     raise ConfigError(f"{error} (see --help)") from error
   except flags.Error as error:
     text = str(error).removeprefix("ERROR:: ")
@@ -174,14 +174,14 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
 
 
 def _take_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
-  """Makes the config of --config, with every field that it leaves out.
+  """Makes the config of --config; fields that the file leaves out get their defaults.
 
-  A field that a flag sets has its default until then, because ml_collections takes the
+  A field that a flag will set gets its default first, because ml_collections takes the
   type of a flag from the value in the config.
 
   Raises:
-    ConfigError: the file does not return a config, or a field does not exist, or there
-      are two configs.
+    ConfigError: the file does not return a config, or a field does not exist, or
+      --config is given twice.
   """
   files, fields = list[str](), list[tuple[str, str]]()
   for word, after in zip(argv, [*argv[1:], ""]):
@@ -223,7 +223,7 @@ def _take_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
 def _fill_in(
   config: ml_collections.ConfigDict, defaults: ml_collections.ConfigDict
 ) -> None:
-  """Gives a config the fields that it lacks."""
+  """Adds the fields that a config lacks, with their defaults."""
   with config.unlocked():
     for name, value in defaults.items():
       if name not in config:
@@ -235,10 +235,10 @@ def _fill_in(
 
 
 def _check_file(name: str) -> ml_collections.ConfigDict:
-  """Returns the config of a file; flags may change it.
+  """Returns the config of a file, unlocked, so that flags may change it.
 
   Raises:
-    ConfigError: there is none.
+    ConfigError: the file is missing, fails or returns no config.
   """
   path, *argument = name.split(":", 1)
   module = load_module(path, "get_config", "configs/sample.py")

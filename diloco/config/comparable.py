@@ -1,4 +1,4 @@
-"""Which runs have losses that can be compared: texts and tokens are equal. No JAX."""
+"""Decides whether losses of runs can be compared: if text and tokens agree. No JAX."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -7,27 +7,28 @@ from typing import Any, NamedTuple
 from diloco.config.resolve import leaves
 
 HELD_OUT, CONTENT = "the held-out tokens", "the content of "
-# The training text: runs of different ones may be compared by one held-out text.
+# The fields that choose the training text. Runs on different training texts can be
+# compared on the same held-out text.
 TRAINED_ON = ("data.source", "data.train_split")
-# {what is compared by its content: the fields that choose it}
+# {a text or tokenizer that is compared by its content: the fields that choose it}
 CHOSEN_BY = {
   "data.tokenizer": ("data.tokenizer",),
   "data.source": TRAINED_ON,
   HELD_OUT: ("data.eval_source", "data.eval_split", "eval.tokens", "data.tokenizer"),
 }
-# Fields of a model that change nothing but speed, memory and rounding.
+# Model fields that change only speed, memory and rounding.
 FREE_OF_MODEL = ("model.attention", "model.remat", "model.unroll", "model.loss_chunk")
-# Fields that say how text is read; the batches are the same, and each process may have
-# its own.
+# Fields about the reading of text, which do not change the batches. Processes of a run
+# may differ in these fields.
 READING = ("data.data_dir", "data.prefetch", "data.num_threads")
 
 
 class Basis(NamedTuple):
-  """What the losses of a run rest on.
+  """The config and the data to which the losses of a run belong.
 
   Attributes:
-    fields: all fields of its config by name.
-    contents: `digests`; {} for a run of an earlier version.
+    fields: all fields of the run's config by name.
+    contents: the result of `digests`; {} for a run of an earlier version of diloco.
   """
 
   fields: Mapping[str, Any]
@@ -40,19 +41,19 @@ class Basis(NamedTuple):
 
 
 def digests(contents: Mapping[str, str]) -> dict[str, str]:
-  """Takes what counts from `diloco.data.contents`, 12 digits of each digest."""
+  """Returns the digests of the keys of CHOSEN_BY: the first 12 digits of each."""
   return {what: contents[what][:12] for what in CHOSEN_BY if what in contents}
 
 
 def basis(config: Mapping[str, Any], contents: Mapping[str, str]) -> Basis:
-  """Makes a `Basis` of a config as JSON has it, and of `diloco.data.contents`."""
+  """Makes a `Basis` from a config (as in JSON) and from `diloco.data.contents`."""
   fields = leaves(config)
   held_out = fields.get("data.eval_source") or fields.get("data.source")
   return Basis(fields | {"data.eval_source": held_out}, digests(contents))
 
 
 def model_fields(run: Basis) -> list[str]:
-  """Lists the fields of the model: `model.*`, and the group of a plug-in's model."""
+  """Lists the fields of the model or of its plug-in, except FREE_OF_MODEL."""
   groups = ("model.", f"{run.fields['model.name']}.")
   return [f for f in run.fields if f.startswith(groups) and f not in FREE_OF_MODEL]
 
@@ -60,15 +61,15 @@ def model_fields(run: Basis) -> list[str]:
 def differing(ours: Basis, theirs: Basis, *more: str) -> dict[str, tuple[Any, Any]]:
   """Finds why the losses of two runs cannot be compared.
 
-  Where the contents of both runs are known, they decide, and not the paths. So data may
-  move, and another text under the same path is noticed.
+  If the contents of both runs are known, the contents are compared instead of the
+  paths. So data may move, and a changed text under the same path is noticed.
 
   Args:
     more: further fields in which the runs must not differ.
 
   Returns:
-    {field: its values in ours and theirs}, or if only the content differs, {CONTENT and
-    the field: the digests}.
+    {field: its values in ours and theirs}. If only the content differs, the key is
+    CONTENT + field, and the values are the digests.
   """
   pairs = {
     field: (ours.fields.get(field), theirs.fields.get(field))
@@ -87,12 +88,12 @@ def differing(ours: Basis, theirs: Basis, *more: str) -> dict[str, tuple[Any, An
 
 
 def apart(ours: Basis, theirs: Basis, *more: str) -> list[str]:
-  """Names why held-out losses cannot be compared; training texts may be different."""
+  """Like `differing`, but for held-out losses, so the training texts may differ."""
   return [f for f in differing(ours, theirs, *more) if f not in TRAINED_ON]
 
 
 def incomparable(runs: Sequence[Basis]) -> list[str]:
-  """Warns of losses per token that runs have on different texts or tokens."""
+  """Returns a warning if the runs' losses per token are on different text or tokens."""
   distinct = {repr((run.chosen, run.contents)): run for run in runs}.values()
   found = dict[str, None]()
   for ours, theirs in itertools.combinations(distinct, 2):

@@ -28,7 +28,7 @@ class Field(NamedTuple):
     name: such as wire.format.
     kind: type and limits, in words.
     default: the value if nobody sets the field.
-    meaning: the comment in fields.py, in one line.
+    meaning: the comment above the field in its source, in one line.
   """
 
   name: str
@@ -38,7 +38,7 @@ class Field(NamedTuple):
 
 
 class Group(NamedTuple):
-  """Fields that share the part of their names before the point, and its meaning."""
+  """Fields whose names begin with the name of the group and a dot, such as `wire.`."""
 
   name: str
   meaning: str
@@ -46,10 +46,10 @@ class Group(NamedTuple):
 
 
 def groups(names: Sequence[str] = ()) -> list[Group]:
-  """Reads all groups in the order of fields.py; the first has no name.
+  """Reads all groups in the order of fields.py; the first group has no name.
 
   Args:
-    names: plug-ins, whose groups follow.
+    names: plug-ins, whose groups come last.
   """
   kinds: dict[str, type] = {"": Config}
   for field in dataclasses.fields(Config):
@@ -80,7 +80,7 @@ def text(config: ml_collections.ConfigDict) -> str:
 
 
 def show(value: object) -> str:
-  """Formats a value as a flag takes it; an empty text becomes ''."""
+  """Formats a value as in a flag; an empty text becomes ''."""
   if isinstance(value, bool):
     return str(value).lower()
   return value or "''" if isinstance(value, str) else str(value)
@@ -100,11 +100,11 @@ def _group(name: str, kind: type) -> Group:
   return Group(name, " ".join((kind.__doc__ or "").split()), found)
 
 
-@functools.cache  # Many groups are in one file.
+@functools.cache  # One file has many groups.
 def _comments(source: str) -> dict[tuple[str, str], str]:
   """Returns {(class, field): the comment above the field} of a Python source.
 
-  Fields in adjacent lines share the comment above the first.
+  Fields in adjacent lines share the comment above the first field.
   """
   lines, found, comment = source.splitlines(), dict[tuple[str, str], str](), ""
   for node in ast.parse(source).body:
@@ -135,7 +135,7 @@ def _kind(hint: Any) -> str:
 
 
 def _limits(limits: Range) -> str:
-  """Describes limits; leaves out LARGEST, which every count has."""
+  """Describes limits in words; leaves out the limit LARGEST, which every count has."""
   told = limits.high < fields.LARGEST
   return str(limits if told else dataclasses.replace(limits, high=math.inf))
 

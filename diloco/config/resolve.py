@@ -1,4 +1,4 @@
-"""Makes a `Config` from a ConfigDict: fills in fields, finds mistakes. No JAX.
+"""Makes a `Config` from a ConfigDict: fills in and checks fields. No JAX.
 
 Every error is one sentence with the field, its value and the remedy.
 """
@@ -28,7 +28,7 @@ _ALONE = {
 def leaves(config: Json | ml_collections.ConfigDict, prefix: str = "") -> Json:
   """Flattens groups of fields: {"model.dim": 512, ...}; lists (JSON) become tuples.
 
-  A placeholder of ml_collections that has no value yet is None.
+  A placeholder of ml_collections without a value becomes None.
   """
   found = Json()
   if isinstance(config, ml_collections.ConfigDict):
@@ -46,7 +46,7 @@ def leaves(config: Json | ml_collections.ConfigDict, prefix: str = "") -> Json:
 
 
 def _held(value: Any) -> Any:
-  """Returns what a field reference holds, or else the value itself."""
+  """Returns the value in a field reference; any other value as it is."""
   try:
     return value.get() if isinstance(value, ml_collections.FieldReference) else value
   except config_dict.RequiredValueError:
@@ -78,13 +78,13 @@ def default_config(*names: str) -> ml_collections.ConfigDict:
   """Returns the defaults of fields.py, which config files and flags change.
 
   Args:
-    names: plug-ins, whose fields are there, too.
+    names: plug-ins, whose fields are added.
 
   Raises:
     ConfigError: a plug-in cannot be imported.
   """
-  # No type check here: `resolve` checks types, says more, and accepts 5e8 as a whole
-  # number.
+  # With type_safe=False, ml_collections checks no types. `resolve` checks them instead,
+  # with better messages, and accepts 5e8 as a whole number.
   c = ml_collections.ConfigDict(Config().to_dict(), type_safe=False)
   add_plugins(c, *names)
   return c
@@ -104,7 +104,7 @@ def add_plugins(c: ml_collections.ConfigDict, *names: str) -> None:
 
 
 def _extensions(names: Sequence[str]) -> dict[str, Json]:
-  """Returns {name: {field: default}} of the groups of plug-ins."""
+  """Returns {group: {field: default}} for the groups of some plug-ins."""
   return {n: dataclasses.asdict(kind()) for n, kind in plugins.load(names).items()}
 
 
@@ -117,7 +117,7 @@ def plugins_of(v: Json) -> tuple[str, ...]:
   """Returns the plug-ins of a config.
 
   Raises:
-    ConfigError: `plugins` are no names.
+    ConfigError: `plugins` has something other than names and paths.
   """
   names = v.get("plugins", ())
   is_text = isinstance(names, tuple | list) and all(isinstance(x, str) for x in names)
@@ -127,7 +127,7 @@ def plugins_of(v: Json) -> tuple[str, ...]:
     raise ConfigError(
       f"plugins is {names!r}; give names or paths, as ('sparta', './mine.py')."
     )
-  # `overlap.transport` names its plug-in already.
+  # If a plug-in of diloco has a transport, the two have the same name.
   given += {str(v.get("overlap.transport"))}.intersection(plugins.contrib())
   return tuple(dict.fromkeys(given))
 
@@ -136,12 +136,12 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
   """Fills in the fields that follow from others, and checks all fields.
 
   Args:
-    config: has fields of `default_config`; the others take their defaults.
+    config: has some fields of `default_config`; other fields take their defaults.
 
   Returns:
     The config with final steps, tokens, taus, ff_dim, weight decay, wire format,
-    tokenizer and vocabulary; unless streaming also pattern and overlap. `resolve` does
-    not change this config again.
+    tokenizer and vocabulary, and for algorithms other than streaming also with final
+    pattern and overlap. Another `resolve` would not change this config.
 
   Raises:
     ConfigError: a field has a value that cannot work.
@@ -155,10 +155,10 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
 
 
 def complete(saved: Json) -> Config:
-  """Resolves a config read from JSON; fields that it lacks take their defaults.
+  """Resolves a config read from JSON; missing fields take their defaults.
 
   Raises:
-    ConfigError: a field no longer exists, or has a value that cannot work; or see
+    ConfigError: a field no longer exists, or has a value that cannot work; see also
       `plugins.check_trusted`.
   """
   return _resolve(saved_fields(saved))
@@ -167,10 +167,10 @@ def complete(saved: Json) -> Config:
 def shown(saved: Json) -> Config:
   """Completes a config for a command that only shows a run; imports no strange plug-in.
 
-  The fields of such a plug-in are there, but nothing follows from them.
+  The result has the fields of a strange (not trusted) plug-in as they were saved.
 
   Raises:
-    ConfigError: such a plug-in has the model or the transport; or see `complete`.
+    ConfigError: the model or the transport is from a strange plug-in; see `complete`.
   """
   v = leaves(saved)
   names = [x for x in plugins_of(v) if plugins.is_trusted(x)]
@@ -192,8 +192,9 @@ def shown(saved: Json) -> Config:
 def saved_fields(saved: Json) -> Json:
   """Returns the fields of a config read from JSON by name.
 
-  Older versions saved the fields of some plug-ins with every run; these are left out,
-  also if the plug-in was removed, as is log.baseline, which changed no result.
+  Older versions saved the fields of some plug-ins with every run. This function leaves
+  them out if the run does not use the plug-in. It also leaves out log.baseline, a
+  former field that changed no result.
 
   Raises:
     ConfigError: see `plugins.check_trusted`.
@@ -208,7 +209,7 @@ def saved_fields(saved: Json) -> Json:
 
 
 def changed(config: Config, fields: Json) -> Config:
-  """Resolves the config again with other values, for example {"eval.tasks": ""}.
+  """Resolves a config again with other values, for example {"eval.tasks": ""}.
 
   Derived fields, such as model.ff_dim and overlap.taus, keep their values.
   """
@@ -224,10 +225,11 @@ def difference(old: Json, new: Json) -> dict[str, str]:
 
 def _resolve(v: Json) -> Config:
   names = plugins_of(v)
-  defaults = _defaults(names)  # Imports paths.
+  defaults = _defaults(names)  # Imports plug-ins, also from paths.
   names = tuple(dict.fromkeys(map(plugins.module_of, names)))
-  # A config file may name a plug-in and leave its fields out, and a saved config may
-  # be older than a field, or than a plug-in that took the place of a field.
+  # Fields may be missing: a config file may name a plug-in without its fields, and a
+  # saved config may be older than a field. A field that a plug-in has replaced may be
+  # in an old config; it is dropped if it has its default.
   gone = [f for f, (unset, *_) in plugins.moved().items() if v.get(f) == unset]
   v = defaults | {f: x for f, x in v.items() if f not in gone} | {"plugins": names}
   # The flag --config.overlap.taus= sets ("",).
@@ -262,8 +264,9 @@ def check_some(fields: Json) -> Config:
   """Checks some fields of a config, such as the arguments of the library.
 
   Returns:
-    A config with these fields and defaults; of the fields that follow from others, only
-    the wire format is filled in. A compressor of a plug-in brings this.
+    A config with these fields and with defaults. The wire format is the only derived
+    field that is filled in. If a plug-in of diloco has the compressor, this function
+    loads the plug-in.
 
   Raises:
     ConfigError: a field has a value that cannot work.
@@ -291,7 +294,7 @@ def _format(v: Json) -> str:
 
 
 def _build(v: Json) -> Config:
-  """Makes a config of the fields in `v`."""
+  """Makes a `Config` from {field: value}."""
   groups = dict[str, Json]()  # {group: {name: value}}
   for field, value in v.items():
     group, _, name = field.rpartition(".")

@@ -1,22 +1,24 @@
-"""Methods of later papers, a file or a folder each; docs/methods.md compares them.
+"""Methods of later papers: each has a file or a folder; docs/methods.md compares them.
 
-`qwen3` is an architecture instead, with the folders of other programs (docs/models.md).
+`qwen3` is not a method but an architecture that other programs can load, too
+(docs/models.md).
 
-A method is a plug-in: `--config.plugins=sparta` gives a config its fields, or the names
-that it adds to others, such as the compressor error_feedback; no other file of the
-package knows the method. A file holds all that its method adds: fields, rules about
-other fields, what is sent, and the functions (`diloco.spec.plugins` lists the hooks).
-`diagnostics/` is a plug-in that measures the syncs of any method.
+A method is a plug-in: `--config.plugins=sparta` adds the method's fields to a config.
+Some plug-ins add a choice to an existing field instead, such as the compressor
+error_feedback. No other file of the package knows the method. The plug-in's file holds
+all that the method adds: fields, rules about other fields, the payload, and functions
+(`diloco.spec.plugins` lists the hooks). `diagnostics/` is a plug-in that measures the
+syncs of any method.
 
 SparseLoCo is chunked_topk, error_feedback and bins; MuLoCo is error_feedback, bins and
 the inner optimizer Muon.
 
 Some methods need no file, because the fields of every config are enough:
 
-SNOO (arXiv 2510.15830) is DiLoCo with M = 1: every H steps of AdamW or Muon, Nesterov
-momentum steps along the outer gradient, and nothing is sent. Its authors report that it
-trains 1.5 to 2.5 times as fast as its inner optimizer alone, up to 1e23 FLOPs (source:
-notes of others).
+SNOO (arXiv 2510.15830) is DiLoCo with M = 1: after every H steps of AdamW or Muon,
+Nesterov momentum takes one step along the outer gradient. Nothing is sent. The authors
+report that SNOO trains 1.5 to 2.5 times as fast as its inner optimizer alone, up to
+1e23 FLOPs (source: notes of others).
 
 Muon as inner optimizer, as in MuLoCo (arXiv 2505.23725): Muon orthogonalises the
 momentum of every matrix, and AdamW trains the rest. `optimizers.py` tells Muon which
@@ -25,9 +27,9 @@ AdamW's (arXiv 2502.16982, section 2.2). MuLoCo's authors report a lower loss th
 DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, code).
 """
 
-# Fields that became choices or fields of plug-ins: {former field: (its default, the
-# field now, an example of its value)}. If it was removed, (its default, "", the name in
-# `plugins.REMOVED`). A saved config may contain that default.
+# Former fields that plug-ins replaced: {former field: (its default, the new field, an
+# example of a value)}. For a removed field: (its default, "", the name in
+# `plugins.REMOVED`). A saved config may still contain the default of a former field.
 MOVED = {
   "log.diagnostics_every": (0, "diagnostics.every", 4),
   "model.head_dim": (0, "qwen3.head_dim", 128),

@@ -1,4 +1,4 @@
-"""What several plug-ins need of other fields. No JAX."""
+"""Rules about other fields that several plug-ins share. No JAX."""
 
 from diloco.config import Config
 from diloco.config.combinations import DEVICE, DILOCO
@@ -7,13 +7,13 @@ from diloco.spec.plugins import Rule
 
 
 def averages_of(field: str) -> Rule:
-  """Makes a rule: what other fields must be if `field` lets devices average values."""
+  """Makes the rule about other fields for a `field` that averages values on devices."""
   needs = {"algorithm": DILOCO, "overlap.transport": DEVICE}
   return Rule(field, None, "which averages values of the replicas on devices", needs)
 
 
 def alone(c: Config) -> tuple[bool, str]:
-  """Returns whether there is nobody to exchange with, and the reason."""
+  """Returns whether a replica has no other replica to exchange with, and the reason."""
   return c.replicas == 1, "replicas is 1, and a single replica sends nothing"
 
 
@@ -21,7 +21,7 @@ def check_equal_taus(c: Config, choice: str) -> None:
   """Refuses replicas that merge at different steps.
 
   Args:
-    choice: the beginning of the sentence: what needs equal ones.
+    choice: beginning of the error message: the field and value that need equal taus.
 
   Raises:
     ConfigError: the taus differ.

@@ -1,20 +1,20 @@
 """Bins around a block's mean: the 2-bit codes of SparseLoCo and MuLoCo.
 
 The formats bins2, bins3 and bins4 cut the values of a block into 4, 8 or 16 bins of
-equal width, `RANGE` standard deviations in all, around the mean of the block. The code
-of a value is the number of its bin; values beyond the range go to the outermost bins. A
-bin decodes to the mean of its values, so each block also sends a table of these means,
-in bfloat16. An eXmY format of 2 bits has only three values, one of them 0; bins2 has
-four.
+equal width. Around the mean of the block, all bins together span `RANGE` standard
+deviations. The code of a value is the number of its bin; values beyond the range go to
+the outermost bins. A bin decodes to the mean of its values, so each block also sends a
+table of these means, in bfloat16. An eXmY format of 2 bits has only three values, one
+of them 0; bins2 has four.
 
 Source: the code of MuLoCo (arXiv 2505.23725; facebookresearch/MuLoCo,
-quantized_outer_sgd.py, `QuantizationCompressor`), which names that of SparseLoCo (arXiv
-2508.15706) as its base. There a table is float32 and belongs to a tensor or a row,
-which is one output of a matrix (torch stores (out, in)); here to a block of
-`wire.block_size` values, and a row is one input (docs/methods.md has the effect). What
-the authors report of 2 bits with error feedback is in `error_feedback.py`.
+quantized_outer_sgd.py, `QuantizationCompressor`), which names SparseLoCo's code (arXiv
+2508.15706) as its base. In MuLoCo's code, a table is float32 and belongs to a tensor or
+to a row; a row is one output, because torch stores matrices as (out, in). Here a table
+belongs to a block of `wire.block_size` values, and a row is one input (docs/methods.md
+has the effect). `error_feedback.py` has the authors' results with 2 bits.
 
-Letters: N layers of S values; per layer K blocks of B.
+Letters: N layers of S values; each layer has K blocks of B values.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ from diloco.spec import plugins
 from diloco.spec.plugins import BlockFormat
 from diloco.wire.compressors import from_bytes, to_bytes
 
-# Standard deviations from the first to the last bin; the authors' choice.
+# Width of all bins together, in standard deviations; the authors' choice.
 RANGE = 6.0
 
 
@@ -36,7 +36,7 @@ def encode(bits: int, x_NxKxB: Array, s: int) -> tuple[Array, Array]:
   Args:
     bits: log2 of the number of bins.
     x_NxKxB: blocks; the zeros after the first S values of a layer are only padding.
-    s: S.
+    s: S, the number of values of a layer.
   """
   bins, (_, k, b) = 2**bits, x_NxKxB.shape
   counts_KxB = (jnp.arange(k * b) < s).reshape(k, b).astype(jnp.float32)
@@ -48,7 +48,7 @@ def encode(bits: int, x_NxKxB: Array, s: int) -> tuple[Array, Array]:
   width = jnp.where(jnp.isfinite(width) & (width > 0), width, 1.0)
   bin_ = jnp.clip(jnp.round(centred / width) + bins // 2, 0, bins - 1)
   is_in = (bin_[..., None, :] == jnp.arange(bins)[:, None]) * counts_KxB[:, None]
-  # The receiver sees NaN and infinity: through the mean, they reach the table.
+  # NaN and infinity reach the table through the mean, so the receiver sees them.
   sums = (is_in * centred[..., None, :]).sum(axis=-1)
   table = sums / jnp.maximum(is_in.sum(axis=-1), 1) + mean_NxKx1
   tables = to_bytes(table.astype(jnp.bfloat16).reshape(-1))

@@ -2,12 +2,12 @@
 
   wire.compressor = "chunked_topk(chunk=4096)"
 
-cuts each layer's tensor into chunks of 4,096 consecutive values. It keeps the largest
-values of every chunk, a share `wire.density` of them. So an index needs few bits, and
-no part of a tensor is left out. The last chunk of a layer is padded with zeros.
-SparseLoCo cuts matrices into tiles. It adds error feedback and sends 2 bits per value
-(plug-ins `error_feedback` and `bins`). Source: the abstract and the authors' code
-(tplr-ai/templar).
+cuts each layer's tensor into chunks of 4,096 consecutive values. Of every chunk, it
+keeps the share `wire.density`: the values of largest magnitude. So the index of a kept
+value needs few bits, and no part of a tensor is left out. The last chunk of a layer is
+padded with zeros. SparseLoCo itself cuts matrices into tiles. It adds error feedback
+and sends 2 bits per value (plug-ins `error_feedback` and `bins`). Source: the abstract
+and the authors' code (tplr-ai/templar).
 """
 
 from jax import Array
@@ -23,10 +23,10 @@ def chunked_topk(chunk: int) -> Compressor:
   """Makes the compressor.
 
   Args:
-    chunk: values of a chunk.
+    chunk: number of values in a chunk.
 
   Raises:
-    ValueError: a chunk is no whole number of values.
+    ValueError: `chunk` is not a whole number of at least 1.
   """
   if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
     raise ValueError(f"chunk is {chunk}, but must be a whole number of at least 1")

@@ -1,17 +1,18 @@
 """Delayed averaging: a replica keeps the inner steps that it took during an exchange.
 
-A fragment arrives tau inner steps after it was sent. Line 12 with alpha = 0 then drops
-these steps: theta_m <- theta. Delayed averaging adds them to the outer parameters:
+A fragment arrives tau inner steps after its send. With alpha = 0, line 12 of Algorithm
+2 drops these steps: theta_m <- theta. Delayed averaging adds them to theta instead:
 
   theta_m <- theta + theta_m(t) - theta_m(t - tau)
 
-So the next outer gradient covers all H steps, and nothing more is sent. The outer
-gradient of the last send tells theta_m(t - tau). It is kept for each fragment: one more
-copy of the parameters in float32.
+So the next outer gradient covers all H steps, and nothing more is sent. To compute
+theta_m(t - tau), each fragment keeps the outer gradient of its last send: one more copy
+of the parameters in float32.
 
-Delayed Gradient Averaging (Zhu et al., NeurIPS 2021) does this without outer optimizer:
-when the mean of the updates arrives, a replica puts it in place of its own update, and
-keeps what it trained since. We read the abstract and a description of the formula.
+Delayed Gradient Averaging (Zhu et al., NeurIPS 2021) does this without an outer
+optimizer: when the mean of the updates arrives, a replica replaces its own update by
+the mean and keeps its later steps. We read the abstract and a description of the
+formula.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ plugins.register("fields", NAME, DelayedAveraging)
 
 
 def zeros(part_M: PyTree) -> PyTree:
-  """Returns what a fragment keeps before its first send."""
+  """Returns the outer gradient that a fragment keeps before its first send: zeros."""
   return jax.tree.map(jnp.zeros_like, part_M)
 
 
@@ -81,10 +82,11 @@ def outer_step(
   *,
   step: Step,
 ) -> tuple[PyTree, OuterState, list[Event]]:
-  """Runs `step`; then adds the steps since the send to the fragments that arrived."""
+  """Runs `step`; then adds to each arrived fragment the inner steps since its send."""
   kept = dict[int, PyTree]()
-  sent = sync.schedule.sends(t, last_send)  # With tau = 0 there are no such steps.
+  sent = sync.schedule.sends(t, last_send)
   for p, _ in sync.schedule.arrivals(t, last_send):
+    # With tau = 0, a fragment arrives at its send: there is no inner step to keep.
     if p not in sent:
       theta = sync.place.fetch(state.theta[p])
       kept[p] = steps_since(params_M, theta, state.own[p][NAME], sync.layers[p])
@@ -117,13 +119,13 @@ def steps_since(
   """Returns theta_m(t) - theta_m(t - tau) of a fragment that was sent at t - tau.
 
   Args:
-    params_M, theta, layers: as for `gradient`; theta is as it was at the send.
-    sent_M: what `gradient` returned at the send.
+    params_M, theta, layers: see `gradient`; theta has not changed since the send.
+    sent_M: the outer gradient at the send, from `gradient`.
   """
   return jax.tree.map(jnp.subtract, sent_M, gradient(params_M, theta, layers))
 
 
 @partial(jax.jit, donate_argnums=0)
 def keep(params_M: PyTree, steps_M: PyTree, layers: np.ndarray) -> PyTree:
-  """Adds steps to a fragment of the replicas' parameters, which are donated."""
+  """Adds inner steps to a fragment of the replicas' parameters, which are donated."""
   return put(params_M, steps_M, layers, lambda x_M, s_M: (x_M + s_M).astype(x_M.dtype))

@@ -1,21 +1,21 @@
-"""DES-LOC (arXiv 2505.22549): averages the moments of the inner optimizer as well.
+"""DES-LOC (arXiv 2505.22549): averages parameters and inner moments.
 
 In DiLoCo every replica keeps the state of its inner optimizer for itself. DES-LOC
 (Desynced Low Communication Adaptive Optimizers) averages the first and the second
-moments over the replicas, each at its own period, since a moment with a longer
-half-life changes more slowly: parameters every K steps, first moments every 3 K, second
-moments every 6 K. Here the outer step synchronises the parameters, as without DES-LOC.
-For the paper's plain mean of the parameters, set `outer.optimizer=sgd` and
-`outer.learning_rate=1`. Step counts are equal on all replicas and need no average.
+moments over the replicas. Their periods differ, because a moment with a longer
+half-life changes more slowly: parameters every K steps, first moments every 3 K steps,
+second moments every 6 K steps. Here the outer step synchronises the parameters, as
+without DES-LOC. For the paper's plain mean of the parameters, set `outer.optimizer=sgd`
+and `outer.learning_rate=1`. Step counts are equal on all replicas and need no average.
 
 Source: the abstract and the notes of others; we have not read the paper itself. The
-authors prove that the method converges. Their guarantees with high probability need
-second moments that are averaged from time to time. They report, for language models
-up to 1.7B, the loss of Local Adam (which averages all three at one period) with half of
-its bytes, and 170 times fewer bytes than data-parallel.
+authors prove that the method converges. Their guarantees with high probability need an
+average of the second moments from time to time. For language models up to 1.7B, they
+report the loss of Local Adam (which averages parameters and both moments at one period)
+with half of the bytes of Local Adam, and 170 times fewer bytes than data-parallel.
 
-`des_loc.format` sends codes of 4 bits instead of float32, which is not in the paper.
-See `coded_mean`; docs/gap.md has what it gains and sends.
+With `des_loc.format`, replicas send codes, for example of 4 bits, instead of float32;
+this is not in the paper. See `coded_mean`; docs/gap.md has losses and bytes.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ _KINDS = {
 class DesLoc(plugins.Extension):
   """DES-LOC: averages the inner optimizer's moments too (arXiv 2505.22549).
 
-  An average waits for all exchanges, so inner steps overlap an exchange only up to it.
+  An average waits until all exchanges end, so fewer inner steps overlap an exchange.
   """
 
   # Steps between two averages of the first moments (AdamW's mu) over the replicas. The
@@ -64,8 +64,8 @@ class DesLoc(plugins.Extension):
   # Steps between two averages of the second moments (AdamW's nu). The paper uses
   # 6 * sync_every. 0: never.
   second_every: Count = 0
-  # What is sent: fp32, all-reduced, as in the paper, or codes in a format of
-  # wire.format, such as e3m0, which all replicas gather.
+  # Number format of the moments that are sent. fp32: float32 in an all-reduce, as in
+  # the paper. Another format of wire.format, such as e3m0: all replicas gather codes.
   format: str = "fp32"
 
   rules = (averages_of("des_loc.first_every"), averages_of("des_loc.second_every"))
@@ -93,7 +93,7 @@ class DesLoc(plugins.Extension):
     )
 
   def wire(self, wire: WireConfig) -> WireConfig:
-    """Returns how moments are sent, given how outer gradients are."""
+    """Returns how moments are sent; `wire` says how outer gradients are sent."""
     if self.format == "fp32":
       return WireConfig(format="fp32", exchange="psum")
     return WireConfig(format=self.format, block_size=wire.block_size)
@@ -142,7 +142,7 @@ class DesLoc(plugins.Extension):
   def calls(
     self, kind: str, sync: Streaming, state: TrainState
   ) -> Iterator[tuple[PyTree, Call]]:
-    """Yields the leaves of each moment of a kind, and what averages it."""
+    """Yields the leaves of each moment of a kind, and the call that averages it."""
     leaves = jax.tree.leaves(state.opt_state)
     for found, numbers in moments(sync.parameters, state.opt_state):
       if found == kind:
@@ -167,8 +167,8 @@ def moments(parameters: Shapes, opt_state_M: PyTree) -> Iterator[tuple[str, PyTr
     opt_state_M: leaves (M, ...), or their shapes.
 
   Yields:
-    (kind, leaves): FIRST or SECOND, and the numbers of its leaves in the flattened
-    state, a tree like the parameters or a part of them.
+    (kind, numbers): FIRST or SECOND, and a tree like the parameters or a part of them.
+    Its leaves are the moment's leaf numbers in the flattened state.
   """
   by_path, found = dict(shapes.leaves(parameters)), dict[tuple[str, ...], PyTree]()
   for leaf, (path, x_M) in enumerate(jax.tree.leaves_with_path(opt_state_M)):
@@ -204,17 +204,17 @@ def mean(x_M: PyTree, *, mesh: Mesh) -> PyTree:
 def coded_mean(x_M: PyTree, *, wire: WireConfig, mesh: Mesh, positive: bool) -> PyTree:
   """Moves moments to the mean of their codes: x_m += mean(Q(x)) - Q(x_m).
 
-  The mean over the replicas stays as it was, and replicas that agree stay as they are:
-  what Q rounds away is kept, not sent. It is the step of CHOCO-Gossip (arXiv
-  1902.00340) without its memory of what was sent before.
+  The mean over the replicas does not change, and equal replicas do not change: each
+  keeps what Q, the rounding to codes, removes. This is the step of CHOCO-Gossip (arXiv
+  1902.00340) without its memory of earlier sends.
 
-  A value whose code is rounded up may step back by more than its size, if the others
-  send less. A second moment would then be 0 or negative, and Adam divides by its root.
-  So `positive` values stop at the smaller of x_m and mean(Q(x)).
+  If Q rounds x_m up and the other replicas have smaller values, x_m may fall to 0 or
+  below. For a second moment this is an error, because Adam divides by its root. So
+  `positive` values do not fall below the smaller of x_m and mean(Q(x)).
 
   Args:
     x_M: a moment of all replicas, a tree like the parameters; donated.
-    wire: how it is coded.
+    wire: how the moment is coded.
     positive: whether the moment is never negative, as second moments are.
   """
   delta_M = jax.tree.map(lambda x_M: x_M.astype(jnp.float32), x_M)

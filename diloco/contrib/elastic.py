@@ -1,8 +1,8 @@
 """An elastic pull: every inner step draws a replica back to the outer parameters.
 
-Between two syncs M replicas drift apart for H steps, and with a large H this costs loss
-(docs/gap.md). After each inner step t, replica m moves towards its own copy of the
-outer parameters theta, as of the last merge of each fragment:
+Between two syncs M replicas drift apart for H steps; with a large H, the loss rises
+(docs/gap.md). Each replica m keeps theta, a copy of the outer parameters; the merge of
+a fragment renews this part of the copy. After each inner step t, m moves towards theta:
 
   theta_m <- theta_m - pull (eta_t / eta) (theta_m - theta)
 
@@ -11,8 +11,8 @@ optimizer keeps theta beside its moments: one more copy of the parameters.
 
 Sources: elastic averaging SGD (arXiv 1412.6651) pulls towards a centre and moves the
 centre towards the replicas; pseudo-asynchronous local SGD (arXiv 2504.18454) pulls in
-some random steps. We read the abstracts, and others' accounts of the formulas. That the
-pull follows the learning rate is ours.
+some random steps. We read the abstracts, and others' accounts of the formulas. The
+factor eta_t / eta is our addition.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Elastic(plugins.Extension):
   """Elastic pull: draws replicas back to the outer parameters in every inner step."""
 
   # Share of the way back to the outer parameters that a replica moves in an inner step
-  # at the peak of the learning rate. With H = 30, 0.06 is a good value. 0: none.
+  # at the peak of the learning rate. With H = 30, 0.06 is a good value. 0: no pull.
   pull: Share = 0.0
 
   rules = (
@@ -92,12 +92,12 @@ def pulled(
   """Makes the last part of an inner optimizer, which adds the pull to the updates.
 
   Args:
-    share: the pull of the inner step after step t; its argument is int32 [].
-    merged: see `merged`; its argument is int32 [].
+    share: maps t, int32 [], to the pull of the inner step after step t.
+    merged: maps t, int32 [], to the layers that were merged after step t.
   """
 
   def init(params: PyTree) -> tuple[optax.ScaleByScheduleState, PyTree]:
-    # A copy, because parameters and state are donated.
+    # theta is a copy, because parameters and state are donated.
     count = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
     return count, jax.tree.map(jnp.copy, params)
 

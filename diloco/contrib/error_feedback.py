@@ -1,23 +1,24 @@
-"""Error feedback: a replica sends later what its codes lost now.
+"""Error feedback: a replica adds the error of its codes to its next send.
 
-A replica keeps an error e for every value of a fragment. At a send, e becomes beta e +
-delta; the replica sends the codes of e, and subtracts the decoded codes from e.
+A replica keeps an error e for every value of a fragment. At a send, it adds the outer
+gradient delta: e becomes beta e + delta. Then it sends the codes of e, and subtracts
+the decoded codes from e.
 
   wire.compressor = "error_feedback(beta=0.95, of='quantize')"
 
-wraps another compressor. Any one works except DARE, which sends
-values that are too large: e would grow with every send. The error takes as much memory
-as one more copy of the parameters in float32. It is compressor state: it is sharded,
-saved, and restored exactly.
+wraps another compressor. All compressors work except DARE, which enlarges the values
+that it sends: e would grow with every send. The error takes as much memory as one more
+copy of the parameters in float32. It is compressor state: it is sharded, saved, and
+restored exactly.
 
 SparseLoCo (arXiv 2508.15706) sends the largest 1% to 3% of each chunk in 2 bits. Its
 outer optimizer is SGD without momentum: the error takes the place of the momentum.
 MuLoCo (arXiv 2505.23725) uses Muon as inner and Nesterov momentum as outer optimizer.
 
-Source: the abstracts, and the code of both (tplr-ai/templar, facebookresearch/MuLoCo).
+Source: abstract and code of both papers (tplr-ai/templar, facebookresearch/MuLoCo).
 SparseLoCo's authors report a lower loss than DiLoCo with uncompressed outer gradients.
-MuLoCo's report that it is better than DiLoCo with AdamW from 150M to 3.1B parameters.
-The plug-in `bins` has their 2-bit codes, `chunked_topk` the chunks.
+MuLoCo's authors report better results than DiLoCo with AdamW, from 150M to 3.1B
+parameters. The plug-in `bins` has their 2-bit codes, `chunked_topk` the chunks.
 """
 
 import dataclasses

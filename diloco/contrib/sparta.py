@@ -1,18 +1,19 @@
 """SPARTA (EXO Labs, 2025): averages a few random parameters after every inner step.
 
 DiLoCo's replicas drift apart for H steps. SPARTA (sparse parameter averaging) averages
-0.05% to 0.5% of the parameters after every inner step. Each step draws new ones: after
-1 / share steps, 63% of the values were averaged at least once. Replicas draw the same
-values from a shared key, so only values are sent. The code of EXO draws every value
-with the probability `share` and broadcasts the mask. Here a layer's tensor of S values
-is cut into K = ceil(share S) segments of equal length, and one value of each segment is
-drawn, so every average has equally many bytes. If fsdp shards a tensor, each shard
-counts as a tensor. The outer step follows, as in EXO's SPARTADiLoCoStrategy.
+0.05% to 0.5% of the parameters after every inner step. Each step draws new parameters:
+after 1 / share steps, 63% of the values were averaged at least once. All replicas draw
+the same positions from a shared key, so they send only values. The code of EXO draws
+every value with the probability `share` and broadcasts the mask. Here a layer's tensor
+of S values is cut into K = ceil(share S) segments of equal length, and one value of
+each segment is drawn, so every average sends the same number of bytes. If fsdp shards a
+tensor, each shard counts as a tensor. The outer step comes after the average, as in
+EXO's SPARTADiLoCoStrategy.
 
 Source: the authors' code (github.com/exo-explore/gym, exogym/strategy/sparta.py and
 sparta_diloco.py), and notes of others on their workshop paper
 (openreview.net/forum?id=stFPf3gzq1), which we have not read. The authors report that
-0.1% a step keeps the replicas' parameters correlated above 0.9, and that averages may
+0.1% per step keeps the replicas' parameters correlated above 0.9, and that averages may
 arrive some steps late. With SPARTA, they say, DiLoCo's H may be 100 times longer, and
 perplexity is 14% lower than without SPARTA.
 """
@@ -40,7 +41,7 @@ from diloco.spec.shapes import Shapes, leaves, parameters, shard
 from diloco.util.types import PyTree
 
 KIND = "sparta"
-# The `number` of `Streaming.key` for averages; the sends of fragments use 0, 1, ...
+# Averages pass this `number` to `Streaming.key`; the sends of fragments pass 0, 1, ...
 _KEY = 2**32 - 1
 
 
@@ -49,10 +50,10 @@ class Sparta(plugins.Extension):
   """SPARTA: averages a few random parameters between the syncs (EXO, 2025)."""
 
   # Share of every layer's tensor that is averaged over the replicas, in float32; at
-  # least one value. EXO uses 0.0005 to 0.005. 0: none.
+  # least one value per tensor. EXO uses 0.0005 to 0.005. 0: no averages.
   share: Share = 0.0
-  # Steps between two such averages. EXO uses 1. Inner steps overlap an exchange only up
-  # to the next average: with 1, a single step, whatever overlap.tau is.
+  # Inner steps between two averages. EXO uses 1. An exchange overlaps inner steps only
+  # up to the next average: with every=1, one step, whatever overlap.tau is.
   every: Positive = 1
 
   rules = (averages_of("sparta.share"),)
@@ -87,12 +88,12 @@ plugins.register("fields", "sparta", Sparta)
 
 
 def count(share: float, parameters: Shapes, fsdp: int = 1) -> int:
-  """Counts the values that one replica averages at a time, over all its devices.
+  """Counts the values that all devices of one replica average at one time.
 
   Args:
     share: share of every layer's tensor.
     parameters: shapes of one replica's parameters.
-    fsdp: number of shards; each device of the replica draws values of its own.
+    fsdp: number of devices of the replica; the values of each device count.
   """
   shards = [sizes.layout(path, shard(path, s, fsdp)) for path, s in leaves(parameters)]
   return fsdp * sum(n * sizes.share_of(share, s) for n, s, _ in shards)
@@ -119,7 +120,7 @@ def average(params_M: PyTree, key: jax.Array, *, share: float, mesh: Mesh) -> Py
       n, s, _ = sizes.layout(sharding.names(path), x_M.shape[1:])
       own = jax.random.fold_in(key, i)
       # Devices that hold copies of a tensor must draw equal indices. Devices that hold
-      # different shards draw different ones.
+      # different shards draw different indices.
       if FSDP in place:
         own = jax.random.fold_in(own, jax.lax.axis_index(FSDP))
       index_NxK = draw(own, n, s, sizes.share_of(share, s))
@@ -142,9 +143,9 @@ def average(params_M: PyTree, key: jax.Array, *, share: float, mesh: Mesh) -> Py
 
 
 def draw(key: jax.Array, n: int, s: int, k: int) -> jax.Array:
-  """Draws k of s values in each of n layers, one of each segment of s / k values.
+  """Draws k of s values in each of n layers: one from each segment of s / k values.
 
-  If k does not divide s, the first segments are one value longer.
+  If k does not divide s, the first s % k segments are one value longer.
 
   Returns:
     Indices int32 (n, k), ascending and different.

@@ -1,12 +1,13 @@
-"""Ties-Merging (arXiv 2306.01708) of outer gradients, instead of the mean of line 10.
+"""Ties-Merging (arXiv 2306.01708) of outer gradients, instead of their mean.
 
   wire.compressor = "topk"; outer.average = "ties_merging"
 
-Ties-Merging has three steps. It trims: of each update, it keeps the largest values.
-That is `topk`, here for each tensor, there for the whole model. It elects the sign of
-each value, by the sum over the updates. It merges: the mean of the values with this
-sign, without those that were trimmed. Streaming DiLoCo tried it, and reports without a
-number that it was worse than low precision (arXiv 2501.18512, section 3.3.3).
+It replaces the mean of line 10 of Algorithm 2, and has three steps. It trims: of each
+update, it keeps the largest values. Here `topk` does this for each tensor; the paper
+does it for the whole model. It elects the sign of each value: the sign of the sum over
+the updates. It merges: it takes the mean of the kept values that have this sign. The
+authors of Streaming DiLoCo tried it, and report without a number that it was worse than
+low precision (arXiv 2501.18512, section 3.3.3).
 """
 
 from functools import partial
@@ -24,7 +25,7 @@ def average(delta_M: PyTree, weights_M: jax.Array | None) -> PyTree:
 
   Args:
     delta_M: float32 leaves (M, ...).
-    weights_M: weights of sum and mean, float32 [M]; None: equal weights.
+    weights_M: the replicas' weights in sum and mean, float32 [M]; None: equal weights.
 
   Returns:
     Leaves without the axis M, float32.

@@ -8,13 +8,13 @@ the outer gradient theta - theta_m. It updates its momentum, but its step is dro
 the first sync already has the momentum of a sync in the middle of a run. Algorithm 2
 follows the warm start; the inner optimizer keeps its state.
 
-The source is the paper's abstract and the authors' code, whose words are "lazy start"
-and "momentum produce". They report that GPT-2 XL trains 2.7 to 3.7 times as fast on 256
-A100, with the same validation loss. Their warm start takes a tenth of the steps. Then
-their code raises the outer rate along a line for another tenth, and lowers rate (1.1 to
-0.9) and momentum (0.99 to 0.9) along a cosine. This file does not do that. We could
-not confirm in the paper: that its runs had these values, and the step at which they
-begin.
+The sources are the paper's abstract and the authors' code (in its words, "lazy start"
+and "momentum produce"). The authors report that GPT-2 XL trains 2.7 to 3.7 times as
+fast on 256 A100, with the same validation loss. Their warm start takes a tenth of the
+steps. Then their code raises the outer learning rate linearly for another tenth, and
+lowers learning rate (1.1 to 0.9) and momentum (0.99 to 0.9) along a cosine. This
+plug-in changes neither. We could not confirm in the paper that its runs had these
+values, nor the step at which the values begin to change.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class WarmStart(plugins.Extension):
 
   # Steps of the warm start: the gradients of all replicas are averaged at every step,
   # as in data-parallel, so the replicas stay equal. Pier uses a tenth of all steps. 0:
-  # no warm start, as in both papers.
+  # no warm start, as in both DiLoCo papers.
   steps: Count = 0
   # Whether the outer optimizer already accumulates momentum in the warm start.
   momentum: bool = True
@@ -85,7 +85,7 @@ def outer_step(
   momentum: bool,
   step: Step = outer.outer_step,
 ) -> tuple[PyTree, OuterState, list[Event]]:
-  """Lets fragments that are due follow the replicas, then runs `step`."""
+  """Sets the outer parameters of due fragments (`follow`), then runs `step`."""
   followed = list[Event]()
   if last_send is None or t <= last_send:
     state, followed = follow(sync, t, params_M, state, momentum)
@@ -96,13 +96,13 @@ def outer_step(
 def follow(
   sync: Streaming, t: int, params_M: PyTree, state: OuterState, momentum: bool
 ) -> tuple[OuterState, list[Event]]:
-  """Sets the outer parameters of fragments that are due to those of the replicas.
+  """Sets the outer parameters of due fragments to the replicas' parameters.
 
   Args:
     sync: how replicas are synchronised.
     t: number of finished inner steps.
     params_M: parameters of all replicas, which are equal.
-    state: the outer state before.
+    state: the outer state before the call.
     momentum: whether the outer optimizer sees the outer gradients.
 
   Returns:
@@ -135,7 +135,7 @@ def follow(
 def _own(
   params_M: PyTree, layers: np.ndarray, *, keys: tuple[str, ...], mesh: Mesh
 ) -> PyTree:
-  """Takes a fragment of one replica; each device takes a replica that it holds.
+  """Takes a fragment of one replica; each device uses a replica that it holds.
 
   Args:
     params_M: parameters of all replicas, which are equal.
@@ -147,7 +147,8 @@ def _own(
   """
   part_M = take(params_M, keys, layers)
   led = specs(part_M, mesh, (REPLICA,))
-  # Not x_M[0] of the whole array: XLA would send replica 0 to all other devices.
+  # Each device takes its own x_M[0]. For x_M[0] of the whole array, XLA would send
+  # replica 0 to all other devices.
   return jax.shard_map(
     lambda part_M: jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), part_M),
     mesh=mesh,
@@ -168,7 +169,7 @@ def _accumulate(
   outer: Outer,
   mesh: Mesh,
 ) -> tuple[PyTree, jax.Array]:
-  """Shows the outer optimizer the outer gradient theta - new, but drops its step.
+  """Gives the outer optimizer the outer gradient theta - new, but drops its step.
 
   Args:
     theta: outer parameters of the fragment, float32 leaves (n, ...) or (...).

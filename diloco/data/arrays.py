@@ -3,9 +3,9 @@
 A split is a folder with these files:
   manifest.json         source, options, sizes of all files, counts
   tokenizer.model       copy of the tokenizer
-  ends.npy              uint64[documents], tokens up to the end of each document
+  ends.npy              uint64[documents], count of tokens up to each document's end
   bytes.npy             uint32[documents], UTF-8 bytes of each document's text
-  00000-of-00004.npy    uint16 or uint32 ids of consecutive documents, each ended by EOS
+  00000-of-00004.npy    uint16 or uint32 ids of consecutive documents, EOS after each
 """
 
 import bisect
@@ -25,19 +25,19 @@ from diloco.tokenizer.vocabulary import read_manifest
 from diloco.util.types import Json
 
 ENDS, BYTES = "ends.npy", "bytes.npy"
-# Most arrays open at the same time: each needs a file descriptor.
+# The most arrays that are open at the same time: each array needs a file descriptor.
 _OPEN_ARRAYS = 512
 
 
 class TokenArrays:
-  """The documents of a prepared split; `arrays[i]`: int32 ids that end with EOS.
+  """The documents of a prepared split: `arrays[i]` has int32 ids that end with EOS.
 
-  Every document is checked when it is read, because a damaged file would otherwise
-  train the model on wrong or impossible tokens.
+  Checks every document when it reads the document. Otherwise a damaged file would train
+  the model on wrong or impossible tokens.
 
   Raises:
-    ConfigError: the split is not finished, a file has another size, type or shape than
-      the manifest says, or the arrays were made with another tokenizer.
+    ConfigError: the split is not fully prepared, the size, type or shape of a file is
+      not what the manifest says, or the arrays were made with another tokenizer.
   """
 
   def __init__(self, folder: pathlib.Path, tokenizer: Tokenizer):
@@ -56,7 +56,7 @@ class TokenArrays:
     self._arguments = [
       (folder / s["file"], manifest["dtype"], s["tokens"]) for s in shards
     ]
-    # One cache per object: the arrays are closed when the object is deleted.
+    # Each object has its own cache, so deleting the object closes the arrays.
     self._open = functools.lru_cache(_OPEN_ARRAYS)(_load)
     for arguments in self._arguments:
       self._open(*arguments)  # Finds wrong types and lengths before training.
@@ -88,15 +88,15 @@ class TokenArrays:
     return ids.astype(np.int32)
 
   def lengths(self, indices: range) -> np.ndarray:
-    """Returns the tokens of some documents, int64."""
+    """Returns the number of tokens of each given document, int64."""
     at, ends = np.array(indices), np.asarray(self._ends)
     return (ends[at] - np.where(at > 0, ends[at - 1], 0)).astype(np.int64)
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
-    """Returns how many UTF-8 bytes the first tokens of a document stand for.
+    """Returns the UTF-8 bytes of the text of a document's first `num_tokens` tokens.
 
-    The number is exact for whole documents. For parts of documents it is exact if the
-    tokenizer decodes every text unchanged.
+    The number is exact for whole documents. For parts of documents it is exact if
+    encoding and then decoding leaves every text unchanged.
     """
     ids = self[index]
     if num_tokens >= len(ids):
@@ -121,20 +121,20 @@ class TokenArrays:
 
 
 def _load(path: pathlib.Path, dtype: DTypeLike, length: int) -> np.ndarray:
-  """Maps an array of one axis into memory, without reading ahead.
+  """Maps a one-dimensional array into memory, and turns read-ahead off.
 
-  Documents are read in random order. With Linux's read-ahead, a step would read 200
-  times its bytes (docs/data.md).
+  Documents are read in random order. With Linux's read-ahead, a training step would
+  read 200 times the bytes that it needs (docs/data.md).
 
   Raises:
-    ConfigError: the file is no array, or has another type or length.
+    ConfigError: the file is not an array, or its type or length is not as given.
   """
   with reading():
     try:
       array = np.lib.format.open_memmap(path, mode="r")
     except OSError:
       raise
-    except Exception as error:  # NumPy's parser of headers raises many kinds.
+    except Exception as error:  # NumPy's header parser raises many types of errors.
       raise _damage(path, "which is no array") from error
   if array.dtype != dtype or array.shape != (length,):
     raise _damage(

@@ -1,4 +1,4 @@
-"""Training batches on the devices; each process reads only the text of its replicas."""
+"""Puts training batches on devices; a process reads only the text of its replicas."""
 
 from typing import Protocol
 
@@ -13,28 +13,30 @@ from diloco.util.types import Json
 
 
 class Replicas(Protocol):
-  """Some replicas of a run: `first_replica` of `config` and those after it."""
+  """Consecutive replicas of the run with `config`; the first is `first_replica`."""
 
   config: Config
   first_replica: int
 
 
 class Batches:
-  """Endless batches of all replicas: int32 [M, B, L]; for data-parallel [1, M B, L].
+  """Yields batches of all replicas, without end: int32 [M, B, L].
+
+  M replicas, B sequences, L tokens. For data-parallel, the shape is [1, M B, L].
 
   Attributes:
-    data: reads the text of this process's replicas; int32 [R, B, L].
+    data: iterator over the batches of this process's R replicas, int32 [R, B, L].
 
   Raises:
-    ConfigError: data are missing, too few, or do not fit the model's vocabulary.
+    ConfigError: data are missing or too few, or do not fit the model's vocabulary.
   """
 
   def __init__(self, c: Config, mesh: Mesh, part: Replicas | None = None):
     """Opens the text of this process's replicas.
 
     Args:
-      c: config of the run, or of this part of the run.
-      part: which replicas of the whole run these are; None: all.
+      c: config of the run, or of the part of the run that is trained here.
+      part: the replicas of the whole run that are trained here; None: all replicas.
     """
     self._c = c
     self._sharding = sharding.batch_sharding(mesh, c.one_model)
@@ -53,11 +55,11 @@ class Batches:
     return sharding.place(tokens, self._sharding)
 
   def get_state(self) -> Json:
-    """Positions in this process's shards, see `TrainIterator.get_state`."""
+    """Returns positions in this process's shards, see `TrainIterator.get_state`."""
     return self.data.get_state()
 
   def set_state(self, state: Json) -> None:
-    """Goes to the positions of all processes, joined."""
+    """Goes to a saved position: the results of `get_state` of all processes, merged."""
     self.data.set_state(state)
 
   def close(self) -> None:
@@ -65,7 +67,7 @@ class Batches:
 
 
 def own_replicas(c: Config, mesh: Mesh) -> list[int]:
-  """The replicas that have sequences on the devices of this process."""
+  """Returns the replicas that have sequences on the devices of this process."""
   per_replica = c.train.batch_size // c.replicas
   owners = np.repeat(np.arange(c.replicas), per_replica).reshape(c.models, -1)
   places = sharding.batch_sharding(mesh, c.one_model)

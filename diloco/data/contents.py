@@ -1,4 +1,4 @@
-"""Digests what a run reads, so that a run recognises its text under another path."""
+"""Makes digests of what a run reads; they recognise its text after files have moved."""
 
 import functools
 import json
@@ -21,12 +21,12 @@ from diloco.util.files import write
 
 
 class Repeated(NamedTuple):
-  """The held-out documents that are also training documents.
+  """The held-out documents that are also training documents ("repeated documents").
 
   Attributes:
-    documents: their number.
-    of: number of held-out documents.
-    share: their part of the bytes of all held-out documents.
+    documents: number of repeated documents.
+    of: number of all held-out documents.
+    share: bytes of the repeated documents / bytes of all held-out documents.
   """
 
   documents: int
@@ -35,14 +35,14 @@ class Repeated(NamedTuple):
 
 
 def contents(c: Config, tokenizer: Tokenizer, held_out: str) -> dict[str, str]:
-  """Digests what a run depends on besides its config: {what: hexadecimal or version}.
+  """Returns {what: digest or version} of all that a run uses besides its config.
 
-  That is `data.tokenizer`, `data.source`, the held-out tokens, files of tasks; and see
-  `made_with`.
+  The keys are `data.tokenizer`, `data.source`, the held-out tokens, the files of tasks,
+  and the keys of `made_with`.
 
-  Of `data.source`, reads the size, the beginning and the end of each file; for a TFDS
-  data set, the sizes in its description. So terabytes take seconds. If the middle of a
-  file changes and its size does not, the digest stays the same.
+  For `data.source`, reads only the size, the beginning and the end of each file; for a
+  TFDS data set, reads the sizes in its description. So terabytes take seconds. If only
+  the middle of a file changes and its size does not, the digest stays the same.
 
   Args:
     held_out: `EvalSet.digest`.
@@ -61,13 +61,13 @@ def contents(c: Config, tokenizer: Tokenizer, held_out: str) -> dict[str, str]:
 
 @functools.cache
 def repeated(d: DataConfig) -> Repeated | None:
-  """Compares the held-out documents with the training documents of text files.
+  """Counts the held-out documents of text files that are also training documents.
 
-  A split by content would change the held-out text of every run so far, so this is only
-  counted. `File.scan` says which documents are equal.
+  Repeated documents stay, because splitting by content would change the held-out text
+  of all existing runs. `File.scan` defines which documents are equal.
 
   Returns:
-    What is on both sides; None for prepared tokens and TFDS data sets.
+    The repeated documents; None for prepared tokens and TFDS data sets.
 
   Raises:
     ConfigError: a file cannot be read.
@@ -84,14 +84,14 @@ def repeated(d: DataConfig) -> Repeated | None:
 
 
 def keep_tokenizer(workdir: pathlib.Path, tokenizer: Tokenizer) -> None:
-  """Copies the tokenizer into the folder of its run, where it is read from then on."""
+  """Copies the tokenizer into a run's folder; readers of the run use this copy."""
   path, content = workdir / TOKENIZER, tokenizer.serialized()
   if not path.is_file() or path.read_bytes() != content:
     write(path, content)
 
 
 def _parts(d: DataConfig, split: str) -> Iterable[bytes]:
-  """Yields the bytes to digest, so that different texts get different digests."""
+  """Yields bytes that identify the text of a split, for the function `digest`."""
   if d.source.startswith("tfds:"):
     info = tfds_split(tfds_builder(d.source, d.data_dir), split)
     yield json.dumps([d.source, split, info.shard_lengths, info.num_bytes]).encode()

@@ -1,4 +1,4 @@
-"""Documents as tokens, by index: from text encoded when read, or from token arrays."""
+"""Gives documents as tokens: encodes text when it is read, or reads token arrays."""
 
 import dataclasses
 from typing import TypeAlias
@@ -14,15 +14,15 @@ from diloco.spec.shapes import BOS_ID, EOS_ID
 from diloco.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from diloco.tokenizer.vocabulary import split_folder
 
-# Most tokens in memory at once: 512 MiB, which take up to a minute to read.
+# The most tokens in memory at once: 512 MiB as int32. Reading takes up to a minute.
 MOST_TOKENS = 1 << 27
 
 
 def make_documents(c: Config, split: str) -> "Documents":
-  """Opens the documents of `config.data`. All runs get their data here.
+  """Opens the documents of `config.data`. All runs get their data from this function.
 
   Args:
-    split: train (of data.source) or eval (of data.eval_source, if that is set).
+    split: train, or eval (from data.eval_source, if that is set).
 
   Raises:
     ConfigError: data are missing, or do not fit the tokenizer or the model.
@@ -31,7 +31,7 @@ def make_documents(c: Config, split: str) -> "Documents":
     data = dataclasses.replace(c.data, source=c.data.eval_source, eval_source="")
     try:
       return make_documents(dataclasses.replace(c, data=data), split)
-    except ConfigError as error:  # The message names the field of training text.
+    except ConfigError as error:  # Its message names data.source, the wrong field here.
       text = str(error).replace("data.source", "data.eval_source")
       raise ConfigError(text) from error
   tokenizer = load_tokenizer(c.data.tokenizer)
@@ -53,7 +53,7 @@ def make_documents(c: Config, split: str) -> "Documents":
 
 
 class EncodedText:
-  """Documents of a text source, each encoded when it is read."""
+  """Documents of a text source; encodes a document when it reads the document."""
 
   def __init__(self, source: Source, tokenizer: Tokenizer):
     self._source, self._tokenizer = source, tokenizer
@@ -68,10 +68,12 @@ class EncodedText:
     return encode_document(self._tokenizer, self._source[index])
 
   def lengths(self, indices: range) -> np.ndarray:
-    """Encodes all documents at the first call, and keeps their tokens in memory.
+    """Returns the number of tokens of each given document, int64.
+
+    The first call encodes all documents, and keeps their tokens in memory.
 
     Raises:
-      ConfigError: these are too many tokens.
+      ConfigError: the documents have more than MOST_TOKENS tokens in all (estimated).
     """
     self._kept = self._kept or self._encode_all()
     return np.array([len(self._kept[i]) for i in indices], np.int64)
@@ -92,7 +94,7 @@ class EncodedText:
     return kept
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
-    """Returns how many UTF-8 bytes the first tokens of a document stand for."""
+    """Returns the UTF-8 bytes of the text of a document's first `num_tokens` tokens."""
     return self._tokenizer.prefix_bytes(self._source[index], num_tokens)
 
 
@@ -115,26 +117,26 @@ class WithBos:
     return self._documents.num_bytes(index, max(num_tokens - 1, 0))
 
 
-# The documents of one split: int32 ids, each document ended by EOS.
+# The documents of one split. Each document is an array of int32 ids that ends with EOS.
 Documents: TypeAlias = TokenArrays | EncodedText | WithBos
 
 
 class Sequences:
-  """The sequences of a shard by index, so that a whole epoch can be shuffled.
+  """Gives the sequences of a shard by index, so that a whole epoch can be shuffled.
 
-  A shuffle of documents, or of a window of sequences, leaves a replica on few documents
-  for many steps, which other replicas do not see. That is how texts of long documents
-  differ from C4, and it widens the gap between replicas (docs/ladder.md).
+  If documents are long, shuffling only documents, or only a window of sequences, is not
+  enough: a replica trains for many steps on few documents, which the other replicas do
+  not see, and the replicas drift apart (docs/ladder.md). Documents of C4 are short.
 
-  The documents are concatenated in their order and cut into sequences of L tokens. The
-  last tokens of the shard, fewer than L, belong to no sequence.
+  The documents are concatenated in their order and cut into sequences of L tokens. If
+  fewer than L tokens remain at the end of the shard, they are dropped.
 
   Raises:
     ConfigError: the shard has fewer than L tokens.
   """
 
   def __init__(self, documents: Documents, indices: range, length: int):
-    """Finds where each document of the shard ends.
+    """Finds where each document ends in the concatenated shard.
 
     Args:
       documents: all documents of the split.
@@ -163,5 +165,5 @@ class Sequences:
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
-  """Encodes a text as int32 ids, ended by EOS."""
+  """Encodes a text as int32 ids, and appends EOS."""
   return np.asarray([*tokenizer.encode(text), EOS_ID], np.int32)

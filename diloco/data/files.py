@@ -1,11 +1,11 @@
 """Lists files that hold documents.
 
 `*.jsonl`, `*.ndjson` and `*.json` hold one JSON object per line with a field `text`, as
-the public copies of C4 and Dolma do; `*.parquet`, `*.arrow` and `*.feather` hold rows
-with a column `text`, as FineWeb and folders of Hugging Face's `datasets` do. Upper case
-is the same. Every other file is one document, or has one document in each paragraph:
-paragraphs are separated by blank lines. A file may be compressed: `.gz`, `.bz2`, `.xz`
-or `.zst` at the end of its name.
+in the public copies of C4 and Dolma. `*.parquet`, `*.arrow` and `*.feather` hold rows
+with a column `text`, as in FineWeb and in folders of Hugging Face's `datasets`. Endings
+may be in upper case. Every other file is one document (`files:`), or each of its
+paragraphs is one (`paragraphs:`). Blank lines separate paragraphs. A file may be
+compressed; if so, its name ends in `.gz`, `.bz2`, `.xz` or `.zst`.
 """
 
 import contextlib
@@ -22,27 +22,28 @@ from diloco.data.text_file import COMPRESSED, LINES, ROWS, File
 from diloco.errors import ConfigError
 from diloco.util.files import local_path
 
-# Without a validation split, a source holds out about one document in this many.
+# If a source has no validation split, about one document in HOLD_OUT_EVERY is held out.
 HOLD_OUT_EVERY = 20
 
 _FILES, _PARAGRAPHS = "files:", "paragraphs:"
-# Beside the Arrow files in a folder of Hugging Face's `datasets`.
+# JSON files without text in a folder of Hugging Face's `datasets`; `_below` skips them.
 _DESCRIPTIONS = ("dataset_dict.json", "dataset_info.json", "state.json")
 
 
 def list_files(source: str) -> list[File]:
-  """Lists the files of `sotu`, `files:<glob>` or `paragraphs:<glob>` in order.
+  """Lists the files of `sotu`, `files:<glob>` or `paragraphs:<glob>` in sorted order.
 
-  A folder instead of a glob stands for all files in it that are not hidden. A file that
-  several names or links lead to counts once, under the first name. `#content` at the
-  end means that texts lie in the field or column `content`, not in `text`.
+  A folder instead of a glob stands for all files in it and its subfolders that are not
+  hidden. A file with several names or links counts once, under its first name.
+  `#content` after the glob means that texts are in the field or column `content`
+  instead of `text`.
 
   Raises:
-    ConfigError: no file was found, or the source is of another kind.
+    ConfigError: no file was found, or the source is not one of these three kinds.
   """
   field = "text"
   if source == "sotu":
-    # Importing the package would import pandas.
+    # Finds the package without an import, because importing it imports pandas.
     package = importlib.metadata.distribution("sotu")
     pattern = glob.escape(str(package.locate_file("sotu"))) + "/data/speeches/*.txt"
   elif source.startswith((_FILES, _PARAGRAPHS)):
@@ -71,11 +72,11 @@ def list_files(source: str) -> list[File]:
 
 
 def make_file(path: pathlib.Path, paragraphs: bool, field: str = "text") -> File:
-  """Makes the `File` of a path, whose name says what is one document of it.
+  """Makes the `File` of a path; the path's name decides what is one document.
 
   Args:
-    paragraphs: whether text files have a document in each paragraph.
-    field: of the text in JSON and tables.
+    paragraphs: whether each paragraph of a text file is a document.
+    field: JSON field or table column that holds the text.
   """
   plain = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
   name = plain.name.lower()
@@ -87,7 +88,7 @@ def make_file(path: pathlib.Path, paragraphs: bool, field: str = "text") -> File
 
 
 def _pattern(source: str) -> tuple[str, str]:
-  """Divides `files:<glob>#<field>` into glob and field; without a field: text."""
+  """Divides `files:<glob>#<field>` into glob and field; the default field is `text`."""
   pattern = source.partition(":")[2]
   named = re.fullmatch(r"(.+)#(\w+)", pattern)
   if named and not os.path.exists(pattern):
@@ -96,13 +97,13 @@ def _pattern(source: str) -> tuple[str, str]:
 
 
 def _identity(path: str | pathlib.Path) -> tuple[int, int]:
-  """Returns what is the same for all names of a file or a folder."""
+  """Returns an id (device, inode) that all names of a file or a folder share."""
   status = os.stat(path)
   return status.st_dev, status.st_ino
 
 
 def _below(folder: str) -> Iterator[str]:
-  """Yields the files below a folder; enters each folder once, even if links lead back.
+  """Yields the files in a folder and its subfolders; reads a folder with links once.
 
   Raises:
     OSError: a folder cannot be read.
@@ -123,7 +124,7 @@ def _below(folder: str) -> Iterator[str]:
 
 
 def scan(files: Sequence[File], split: str) -> list[np.ndarray]:
-  """Scans text files; returns the DOCUMENTs of each that belong to a split."""
+  """Scans text files. Returns for each file the `DOCUMENT` records of a split."""
   documents = [file.scan() for file in files]
   return [rows[in_split(split, i, rows["offset"])] for i, rows in enumerate(documents)]
 
@@ -142,7 +143,7 @@ def more_documents(source: str) -> str:
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-  """Raises a ConfigError with one sentence in place of an OSError."""
+  """Replaces an OSError by a ConfigError whose message is one sentence."""
   try:
     yield
   except OSError as error:
@@ -155,19 +156,19 @@ def reading() -> Iterator[None]:
 def in_split(split: str, file_index: int, offset: int | np.ndarray) -> np.ndarray:
   """Returns whether documents belong to the split `train`, `eval` or `all`.
 
-  The answer depends only on the file's place in the sorted list and on the documents'
+  The answer depends only on the file's index in the sorted list and on the documents'
   byte offsets in the uncompressed file. So a process can decide without knowing the
-  other documents. A document at offset 0 is held out if its file's place is a multiple
+  other documents. A document at offset 0 is held out if its file's index is a multiple
   of HOLD_OUT_EVERY.
 
   Args:
-    file_index: place of the file in the sorted list.
+    file_index: index of the file in the sorted list.
     offset: byte offsets of the documents, any shape.
 
   Returns:
     bool, the shape of `offset`.
   """
-  # Multiplicative hashing (Knuth, TAOCP 6.4), which maps offset 0 to 0.
+  # Multiplicative hashing (Knuth, TAOCP 6.4); it maps offset 0 to 0.
   hashed = np.asarray(offset, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
   held_out = (np.uint64(file_index) + (hashed >> np.uint64(32))) % HOLD_OUT_EVERY == 0
   return {"train": ~held_out, "eval": held_out, "all": held_out | True}[split]

@@ -1,10 +1,10 @@
-"""Packed sequences: shards for training, a fixed set for evaluation.
+"""Packs documents into sequences: shards for training, a fixed set for evaluation.
 
-Shard s of S has only the documents s, s+S, s+2S, ... and shuffles them, or their
-sequences, anew in each epoch. Documents end with EOS, are concatenated and cut into
-sequences of exactly L tokens. The model shifts its inputs right, so every token is a
-target exactly once. All algorithms use the same shards: one per replica, or S / M of
-them (`data.shards`).
+Shard s of S has only the documents s, s+S, s+2S, ... Each epoch shuffles a shard's
+documents, or its sequences, in a new order. Documents end with EOS, are concatenated,
+and are cut into sequences of exactly L tokens. The model shifts its inputs right, so
+every token is a target exactly once. All algorithms use the same shards: a replica has
+one shard, or S / M shards if `data.shards` is S.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ class EvalSet:
   Attributes:
     tokens: int32 [K, B, L]: K batches, B sequences, L tokens; the padding is 0.
     weights: float32 [K, B, L], 0 for padding, else 1.
-    num_tokens: tokens that count, EOS included.
-    num_bytes: UTF-8 bytes of the text that these tokens stand for.
+    num_tokens: number of tokens that are not padding, EOS included.
+    num_bytes: UTF-8 bytes of the text of these `num_tokens` tokens.
   """
 
   tokens: np.ndarray
@@ -41,30 +41,30 @@ class EvalSet:
 
   @property
   def digest(self) -> str:
-    """The SHA-256 of the tokens that count; batch size and L do not change it."""
+    """SHA-256 of the tokens without padding; it does not depend on B and L."""
     return digest([self.tokens.reshape(-1)[: self.num_tokens].tobytes()])
 
 
 class TrainIterator(Iterator[np.ndarray]):
-  """Endless batches int32 [R, B, L]: R replicas, B sequences, L tokens; can resume.
+  """Yields batches without end, int32 [R, B, L]: R replicas, B sequences, L tokens.
 
   A replica's batches depend only on the config and the replica's id, not on the process
-  that reads them. So replicas may be divided over processes in any way, and a saved
-  position resumes with any other division. A process that trains only some sequences of
-  a replica reads the replica's whole stream and keeps its own rows. This costs little,
-  because reading is much faster than training.
+  that reads them. So any process may read any replicas, and a run may resume from a
+  saved position with another assignment of replicas to processes. A process that trains
+  only some sequences of a replica reads all sequences of the replica and keeps its own.
+  This costs little, because reading is much faster than training.
   """
 
   def __init__(self, c: Config, replica_ids: list[int] | None = None):
     """Opens the training batches of some replicas.
 
     Args:
-      replica_ids: the replicas, in the order of R; None: all M. A process of a larger
-        run gives every replica of which it trains some sequences.
+      replica_ids: ids of the R replicas, in the order of a batch; None: all M. If a run
+        has several processes, each process gives the replicas that it trains.
 
     Raises:
-      ConfigError: data are missing, too few, or do not fit the model's vocabulary.
-      ValueError: there is no such replica.
+      ConfigError: data are missing or too few, or do not fit the model's vocabulary.
+      ValueError: an id is not the id of a replica.
     """
     documents = training_documents(c)
     ids = range(c.replicas) if replica_ids is None else replica_ids
@@ -72,8 +72,8 @@ class TrainIterator(Iterator[np.ndarray]):
       raise ValueError(f"replica_ids is {ids}; give ids from 0 to {c.replicas - 1}.")
     self._num_documents, self._per_replica = len(documents), c.shards // c.replicas
     self._shards = {s: _shard(c, documents, s) for s in c.shards_of(ids)}
-    # Also closes them when Python exits: otherwise Python kills their threads inside
-    # C++, which prints tracebacks, or aborts the process and hides its exit code.
+    # Closes the shards when Python exits, too. Otherwise Python kills their threads in
+    # C++ code: this prints tracebacks, or aborts the process and hides its exit code.
     self._finalizer = weakref.finalize(self, _close_all, self._shards)
 
   def __next__(self) -> np.ndarray:
@@ -85,7 +85,7 @@ class TrainIterator(Iterator[np.ndarray]):
 
     Returns:
       {shard as a string: number of training documents and position in the stream}.
-      The union over all processes is the position of the run.
+      The dicts of all processes, merged, are the position of the run.
     """
     return {
       str(i): {"documents": self._num_documents, "position": shard.get_state()}
@@ -93,10 +93,10 @@ class TrainIterator(Iterator[np.ndarray]):
     }
 
   def set_state(self, state: Mapping[str, Json]) -> None:
-    """Goes to a position from `get_state`, so that the same batches follow.
+    """Goes to a position from `get_state`; the same batches follow as in the saved run.
 
     Args:
-      state: positions of at least the shards of this process.
+      state: positions of this process's shards; may have other shards, too.
 
     Raises:
       ConfigError: a shard is missing, or the number of documents has changed.
@@ -125,7 +125,7 @@ def training_documents(c: Config) -> Documents:
   """Opens the documents on which a run trains.
 
   Raises:
-    ConfigError: data are missing, too few, or do not fit the model's vocabulary.
+    ConfigError: data are missing or too few, or do not fit the model's vocabulary.
   """
   batch = c.train.batch_size * c.model.seq_len
   _check_memory("model.seq_len", c.model.seq_len, 1)
@@ -145,16 +145,16 @@ def training_documents(c: Config) -> Documents:
 
 
 def _close_all(shards: dict[int, Any]) -> None:
-  """Closes and deletes the iterators: later, at exit, their destructors would fail."""
+  """Closes and deletes the iterators, because destructors fail when Python exits."""
   while shards:
     shards.popitem()[1].close()
 
 
 def _tuples(position: Any) -> Any:
-  """Turns lists back into tuples, which JSON does not have.
+  """Turns lists back into tuples, because JSON has turned tuples into lists.
 
-  grain's packer recognises an empty remainder by comparing it with a tuple. Given a
-  list, it would read a finished document again.
+  The packer of the package grain compares the rest of a document with a tuple, to see
+  whether the rest is empty. With a list, it would read a finished document again.
   """
   if isinstance(position, Mapping):
     return {key: _tuples(value) for key, value in position.items()}
@@ -164,10 +164,10 @@ def _tuples(position: Any) -> Any:
 
 
 def _check_memory(field: str, value: int, tokens: int) -> None:
-  """Checks a field that makes the program read and keep `value` times some tokens.
+  """Checks a field that makes the program keep `value * tokens` tokens in memory.
 
   Raises:
-    ConfigError: reading them would take minutes, and perhaps all memory.
+    ConfigError: reading so many tokens would take minutes, and perhaps all memory.
   """
   if value * tokens > MOST_TOKENS:
     raise ConfigError(
@@ -178,10 +178,10 @@ def _check_memory(field: str, value: int, tokens: int) -> None:
 
 def _shard(c: Config, documents: Documents, index: int) -> Any:
   """Opens a shard's endless stream of batches, {"tokens": int32 [B, L]}."""
-  import grain  # Imports JAX, which reading text does not need.
+  import grain  # Imported late: grain imports JAX, which reading text does not need.
 
-  # One seed per shard: with a common seed, shards of equal length would have the same
-  # order, and all shards would give neighbouring documents at the same time.
+  # Each shard has its own seed. With a common seed, shards of equal length would have
+  # the same order, and all shards would yield neighbouring documents at the same time.
   seeds = np.random.SeedSequence([c.seed, index]).generate_state(2)
   indices, length = range(index, len(documents), c.shards), c.model.seq_len
   threads, ahead = c.data.num_threads, 4 * c.data.num_threads
@@ -214,11 +214,11 @@ def _shard(c: Config, documents: Documents, index: int) -> Any:
 def make_eval_set(c: Config, test: bool = False) -> EvalSet:
   """Packs the first `eval.tokens` held-out tokens (0: all tokens), in order.
 
-  If the budget cuts a document, only the bytes of its kept tokens count.
+  If the last document is cut, `num_bytes` counts only the bytes of its kept tokens.
 
   Args:
-    test: whether to pack the `eval.test_tokens` tokens after them instead. The two sets
-      have no document in common.
+    test: whether to pack the next `eval.test_tokens` tokens instead, which are not from
+      the documents of the first `eval.tokens` tokens.
 
   Raises:
     ConfigError: data are missing or empty.

@@ -1,7 +1,7 @@
-"""Records of TFRecord and ArrayRecord files and of tables, in order.
+"""Reads the records of TFRecord files, ArrayRecord files and tables, in order.
 
 A TFRecord file is a sequence of (length: uint64, CRC of the length: uint32, bytes, CRC
-of the bytes: uint32), little-endian. Of each CRC-32C (RFC 3720) the file stores (CRC
+of the bytes: uint32), little-endian. The CRCs are CRC-32C (RFC 3720), stored as (CRC
 rotated right by 15 bits) + 0xA282EAD8. The reader checks both CRCs of every record that
 it yields.
 """
@@ -20,9 +20,9 @@ def read_tfrecord(path: pathlib.Path, start: int, stop: int) -> Iterator[bytes]:
   """Yields the records [start, stop) of a TFRecord file.
 
   Raises:
-    ValueError: the file is damaged or has fewer records.
+    ValueError: the file is damaged or has fewer than `stop` records.
   """
-  # What opens a file in a bucket cannot peek.
+  # BufferedReader adds the method `peek`, which open files in a bucket lack.
   with path.open("rb") as raw, io.BufferedReader(raw) as file:
     for i in range(stop):
       if not file.peek(1):
@@ -38,8 +38,8 @@ def read_tfrecord(path: pathlib.Path, start: int, stop: int) -> Iterator[bytes]:
 
 
 def read_array_record(path: pathlib.Path, start: int, stop: int) -> Iterator[bytes]:
-  """Yields the records [start, stop) of an ArrayRecord file; holds at most 256."""
-  from array_record.python import array_record_module  # Plain text does not need it.
+  """Yields the records [start, stop) of an ArrayRecord file, read 256 at a time."""
+  from array_record.python import array_record_module  # Few users need it.
 
   options = "readahead_buffer_size:0,max_parallelism:0"
   reader = array_record_module.ArrayRecordReader(str(path), options)
@@ -48,10 +48,13 @@ def read_array_record(path: pathlib.Path, start: int, stop: int) -> Iterator[byt
 
 
 def read_rows(path: pathlib.Path, column: str) -> Iterator[str]:
-  """Yields a column of a parquet or an Arrow file; holds one batch of rows.
+  """Yields the texts in a column of a parquet or Arrow file, one for each row.
+
+  Keeps one batch of rows in memory.
 
   Raises:
-    ConfigError: there is no such column of texts, or the package pyarrow is missing.
+    ConfigError: the column is missing or has other values than texts, or the package
+      pyarrow is missing.
     ValueError: the file is damaged.
   """
   arrow = optional("pyarrow", f"{path} needs", "prepare")
@@ -65,7 +68,7 @@ def read_rows(path: pathlib.Path, column: str) -> Iterator[str]:
       if file.read(6) == b"ARROW1":
         table = arrow.ipc.open_file(file)
         batches = map(table.get_batch, range(table.num_record_batches))
-      else:  # As `datasets` writes them.
+      else:  # Hugging Face's `datasets` writes streams, which do not begin so.
         file.seek(0)
         batches = table = arrow.ipc.open_stream(file)
       names = table.schema.names
@@ -92,7 +95,8 @@ def example_text(record: bytes) -> str:
   """Returns the feature `text` of a serialised tf.train.Example.
 
   Raises:
-    RuntimeError: the record has no such feature; ArrayRecord raises the same kind.
+    RuntimeError: the record has no such feature. ArrayRecord's reader raises the same
+      type, so callers catch one type for both.
   """
   from google.protobuf import message  # Slow to import.
   from tensorflow_datasets.proto import tf_example_pb2

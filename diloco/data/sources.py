@@ -1,4 +1,4 @@
-"""Opens the documents of a named source, with random access.
+"""Opens a source of documents, with random access.
 
 A source has `len(source)` and `source[i] -> str`. To add a kind of source, add a branch
 to `make_source`.
@@ -43,7 +43,7 @@ def make_source(d: DataConfig, split: str) -> "Source":
 class TextFiles:
   """One split of the documents in text and JSON-lines files.
 
-  Memory holds 36 bytes for each document.
+  Needs 36 bytes of memory for each document.
   """
 
   def __init__(self, files: Sequence[File], split: str):
@@ -74,7 +74,7 @@ class TfdsText:
       )
     tfds_split(builder, split)
     self._name = f"The split {split} of {builder.data_path}"
-    # Serialised records, because TFDS would decode all features.
+    # Takes the serialised records; TFDS itself would decode all features.
     self._records = builder.as_data_source(split=split).data_source
 
   def __len__(self) -> int:
@@ -96,11 +96,11 @@ Source: TypeAlias = TextFiles | TfdsText
 def tfds_builder(source: str, data_dir: str) -> Any:
   """Opens <data_dir>/<name>[/<config>]/<version> as a read-only TFDS builder.
 
-  TFDS reads only files of this folder, so no builder class has to be registered.
+  TFDS reads only the files in this folder, so no builder class has to be registered.
 
   Args:
     source: tfds:<name>[/<config>]:<version>.
-    data_dir: root of TFDS data sets; empty: TFDS's default.
+    data_dir: root folder of TFDS data sets; empty: TFDS's default folder.
 
   Raises:
     ConfigError: the data set is missing or has no feature `text`.
@@ -127,7 +127,7 @@ def tfds_builder(source: str, data_dir: str) -> Any:
   try:
     builder = tfds.builder_from_directory(folder)
     features = list(builder.info.features)
-  except Exception as error:  # TFDS raises many kinds.
+  except Exception as error:  # TFDS raises many types of errors.
     raise ConfigError(
       f"data.source is {source!r}, but TFDS cannot read the description in {folder}"
       f" ({one_line(error)}); fetch or prepare the data set again."
@@ -141,7 +141,7 @@ def tfds_builder(source: str, data_dir: str) -> Any:
 
 
 def tfds_split(builder: Any, split: str) -> Any:
-  """Returns the SplitInfo of a split or slice.
+  """Returns TFDS's SplitInfo of a split, or of a slice such as train[:99%].
 
   Raises:
     ConfigError: the split does not exist or is empty.

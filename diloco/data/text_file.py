@@ -1,4 +1,4 @@
-"""One file of documents: text, JSON lines or a table; it may be compressed."""
+"""Reads a file of documents: text, JSON lines or a table, perhaps compressed."""
 
 import bz2
 import codecs
@@ -22,7 +22,7 @@ from diloco.data import records
 from diloco.errors import ConfigError
 from diloco.util.command import optional
 
-# What `File.scan` finds out about a document in a text file.
+# The record that `File.scan` returns for each document of a text file.
 DOCUMENT = np.dtype([("offset", "i8"), ("bytes", "i8"), ("hash", "i8")])
 
 LINES = (".jsonl", ".ndjson", ".json")
@@ -49,9 +49,10 @@ class File:
   """A file of documents.
 
   Attributes:
-    path: where the file lies.
-    kind: what is one document: "file", "paragraphs", "lines" (of JSON) or "rows" (of a
-      table). Preparation also has "tfrecord" and "array_record".
+    path: path of the file.
+    kind: which parts of the file are documents: "file" (the whole file), "paragraphs",
+      "lines" (of JSON) or "rows" (of a table). `data.prepare` also uses the kinds
+      "tfrecord" and "array_record".
     field: the field of JSON, or the column of a table, that holds the text.
   """
 
@@ -66,16 +67,17 @@ class File:
   def documents(self, start: int = 0, stop: int = 0) -> Iterator[tuple[int, str]]:
     """Yields (byte offset, text) of the documents that begin in bytes start to stop.
 
-    Ranges that together cover a file of JSON lines give each of its documents once.
-    Other files and compressed files must be read whole. The offset of a row is its
-    number.
+    A file of JSON lines may be read in ranges of bytes; each document is in one range.
+    Other files and compressed files must be read whole. For rows of a table, the row
+    number takes the place of the byte offset.
 
     Args:
       start: first byte.
-      stop: byte after the last one; 0: the end of the file.
+      stop: byte after the last byte; 0: the end of the file.
 
     Raises:
-      ConfigError: a line is not a JSON object with a text, or a text is not UTF-8.
+      ConfigError: a line is not a JSON object with a text, a text is not UTF-8, or the
+        file is binary.
     """
     if self.kind == "rows":
       yield from enumerate(records.read_rows(self.path, self.field))
@@ -84,22 +86,23 @@ class File:
         yield offset, self._text(offset, raw)
 
   def document(self, offset: int) -> str:
-    """Reads the document that begins at a byte offset. Line ends stay as stored."""
-    # A file that was cut meanwhile has nothing there.
+    """Reads the document that begins at a byte offset; does not change line ends."""
+    # If the file has become shorter, no document begins there: takes an empty document.
     _, raw = next(self._raw(offset), (offset, b""))
     return self._text(offset, raw)
 
   def scan(self) -> np.ndarray:
     """Returns an array of `DOCUMENT`, one record for each document, in order.
 
-    `hash` is equal for equal documents, in this process only. Spaces and empty lines
-    around a paragraph do not count; of a line of JSON, the text counts as it is
-    written. Of a file that is one document, size, beginning and end count.
+    Equal documents have equal values of `hash`, in this process only. The hash of a
+    paragraph ignores white space around the paragraph. The hash of a JSON line uses the
+    text field as it is written, escapes included. The hash of a file that is one
+    document uses the size, the beginning and the end of the file.
 
     A file is read once, and again only after it has changed.
 
     Raises:
-      ConfigError: a file that is one document is no text.
+      ConfigError: the kind is "file", but the file is binary.
     """
     status = self.path.stat()
     return _scan(self, status.st_size, status.st_mtime_ns)
@@ -110,7 +113,7 @@ class File:
       self._refuse_binary(content[0])
       yield 0, int(size), hash((size, *content))
       return
-    # Parsing JSON would take longer, and may fail.
+    # Finds the text by a regular expression: parsing JSON takes longer and may fail.
     name = re.escape(json.dumps(self.field).encode())
     in_line = re.compile(name + rb'\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"')
     for offset, raw in self._raw():
@@ -123,13 +126,13 @@ class File:
     return COMPRESSED.get(self.path.suffix.lower(), plain)(self.path)
 
   def _raw(self, start: int = 0, stop: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yields (byte offset, bytes) of documents; the arguments are as `documents`."""
+    """Yields (byte offset, bytes) of documents; takes the arguments of `documents`."""
     with self._open() as file:
       if self.kind == "file":
         yield 0, file.read()
         return
       offset = start
-      if start:  # Skips the rest of a line that begins before `start`.
+      if start:  # Skips the rest of a line that began before `start`.
         file.seek(start - 1)
         offset += len(file.readline()) - 1
       if self.kind == "lines":
@@ -145,7 +148,7 @@ class File:
           offset += len(paragraph)
 
   def _text(self, offset: int, raw: bytes) -> str:
-    """Returns the text of a document from its bytes."""
+    """Decodes the bytes of a document to text."""
     if self.kind == "lines":
       return self._json_text(offset, raw)
     self._refuse_binary(raw)
@@ -166,7 +169,7 @@ class File:
   def _json_text(self, offset: int, raw: bytes) -> str:
     try:
       text = json.loads(raw)[self.field]
-      text.encode()  # Fails for half a character, which tokenizers do not accept.
+      text.encode()  # Fails for half a surrogate pair, which tokenizers do not accept.
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
       raise ConfigError(
         f"{self.path}, line {self._line(offset)}, is not a JSON object with a string"
@@ -185,7 +188,7 @@ class File:
       )
 
   def _line(self, offset: int) -> int:
-    """Returns the number of the line, from 1, that has the byte at an offset."""
+    """Returns the number (from 1) of the line that contains the byte at an offset."""
     with self._open() as file:
       ends = itertools.accumulate(map(len, file))
       return 1 + sum(1 for _ in itertools.takewhile(lambda end: end <= offset, ends))
@@ -193,14 +196,14 @@ class File:
 
 @functools.cache
 def _scan(file: File, size: int, changed: int) -> np.ndarray:
-  """Scans a file of this size in bytes, last changed at this time."""
+  """Scans a file; scans it again only if `size` or the time `changed` is new."""
   return np.fromiter(file._scanned(), DOCUMENT)
 
 
 def sample(path: pathlib.Path) -> Iterable[bytes]:
-  """Yields the size, the beginning and the end of a file."""
+  """Yields the size of a file in bytes, its beginning and its end."""
   with path.open("rb") as file:
-    size = file.seek(0, os.SEEK_END)  # Paths in buckets have another kind of `stat`.
+    size = file.seek(0, os.SEEK_END)  # `stat` of a path in a bucket has other fields.
     yield str(size).encode()
     file.seek(0)
     yield file.read(_SAMPLE)
@@ -209,7 +212,7 @@ def sample(path: pathlib.Path) -> Iterable[bytes]:
 
 
 def digest(parts: Iterable[bytes]) -> str:
-  """Returns the SHA-256 of parts, which differs where they are cut differently."""
+  """Returns the SHA-256 of a list of parts; it also depends on where each part ends."""
   found = hashlib.sha256()
   for part in parts:
     found.update(f"{len(part)}:".encode() + part)

@@ -13,14 +13,14 @@ from diloco.util.types import Json
 
 
 class Scores(NamedTuple):
-  """Results of an evaluation."""
+  """Results of an evaluation on held-out text and on tasks."""
 
   held_out: heldout.EvalResult
   tasks: dict[str, tasks.TaskResult]
 
   @property
   def numbers(self) -> dict[str, float]:
-    """Everything that the log writes of an evaluation, by name."""
+    """{name: value} of the results that the log writes."""
     text = self.held_out
     values = {
       "loss_outer": text.loss,
@@ -38,7 +38,7 @@ class Evaluation:
 
   Attributes:
     tokenizer: the config's tokenizer.
-    held_out: the digest of the held-out tokens; "" without held-out text.
+    held_out: digest of the held-out tokens; "" if no held-out text was loaded.
 
   Raises:
     ConfigError: the held-out text or the items of a task are missing.
@@ -54,7 +54,7 @@ class Evaluation:
     test = held_out and c.eval.test_tokens > 0
     self._test_set = make_eval_set(c, test=True) if test else None
     self.tokenizer = load_tokenizer(c.data.tokenizer)
-    # {task: [(item, continuations of its choices)]}
+    # {task: [(item, list with a `Continuation` for each of the item's choices)]}
     self._tasks = {
       name: [
         (item, tasks.encode(self.tokenizer, item, c.model.seq_len))
@@ -64,11 +64,11 @@ class Evaluation:
     }
 
   def __call__(self, params: Any) -> Scores:
-    """Computes the held-out loss and the accuracies."""
+    """Computes the loss on the held-out text and the accuracies on the tasks."""
     return Scores(self.loss(params), self.tasks(params))
 
   def loss(self, params: Any) -> heldout.EvalResult:
-    """Computes the held-out loss."""
+    """Computes the loss on the held-out text."""
     assert self._eval_set is not None
     return heldout.evaluate(params, self._eval_set, self._c.model, self._mesh)
 
@@ -84,15 +84,16 @@ class Evaluation:
     details: list[Json] | None = None,
     show: bool = False,
   ) -> dict[str, tasks.TaskResult]:
-    """Computes accuracies by task.
+    """Computes {task: its accuracies and their standard errors}.
 
     Args:
       params: the parameters of one replica.
-      details: if given, receives one dict per item: task, item, scores, gold.
+      details: if given, the method appends a dict for each item: task, item (index),
+        scores, gold.
       show: whether to show a progress bar.
     """
     c, every_task = self._c, self._tasks.values()
-    # All tasks in one pass, so that batches are fuller.
+    # Scores all tasks together, so that fewer batches are partly empty.
     flat = [s for task in every_task for _, encoded in task for s in encoded]
     scored = score.score(
       params, flat, c.model, c.eval.batch_size, self._mesh, show=show

@@ -1,4 +1,4 @@
-"""Held-out loss of one replica's parameters.
+"""Computes the held-out loss of one replica's parameters.
 
 Letters: B sequences, L positions.
 """
@@ -48,7 +48,7 @@ def evaluate(params: Any, eval_set: EvalSet, m: ModelConfig, mesh: Mesh) -> Eval
 
 
 def batch_size(asked: int, mesh: Mesh) -> int:
-  """Returns the next batch size in which each device has as many sequences."""
+  """Rounds a batch size up to a multiple of the number of devices of the mesh."""
   return -(-asked // mesh.size) * mesh.size
 
 
@@ -56,6 +56,6 @@ def batch_size(asked: int, mesh: Mesh) -> int:
 def sum_of_losses(
   params: Any, tokens_BxL: jax.Array, weights_BxL: jax.Array, *, m: ModelConfig
 ) -> jax.Array:
-  """Adds the losses of a batch: int32 tokens and float32 weights, sharded over B."""
+  """Sums a batch's weighted losses: int32 tokens, float32 weights, sharded over B."""
   nll_BxL, _ = registry.get(m).losses(m, params, tokens_BxL, batch_axes=sharding.BOTH)
   return (nll_BxL * weights_BxL).sum()

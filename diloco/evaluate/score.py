@@ -1,4 +1,4 @@
-"""Computes log-likelihoods of continuations, in batches of few shapes.
+"""Computes log-likelihoods of continuations, in batches with few different shapes.
 
 Letters: B sequences, L positions.
 """
@@ -19,7 +19,7 @@ from diloco.model import registry
 from diloco.spec.fields import ModelConfig
 from diloco.util.bar import make_bar
 
-# Sequences are padded to at least this length, see `batches`.
+# The shortest length L to which `batches` pads sequences.
 MIN_LENGTH = 32
 
 
@@ -33,11 +33,11 @@ def score(
 ) -> np.ndarray:
   """Computes log-likelihoods, float64 [len(continuations)], in nats.
 
-  Batches have few shapes, so there are few programs. Every batch has `batch_size` *
-  seq_len tokens, so no program needs more memory than the held-out loss.
+  Batches have few shapes, so XLA compiles few programs. Every batch has `batch_size` *
+  seq_len tokens, so no program needs more memory than that of the held-out loss.
 
   Args:
-    show: whether to show progress on stderr: a bar, or lines without a terminal.
+    show: whether to show progress on stderr: a bar, or lines if there is no terminal.
   """
   place = functools.partial(sharding.place, sharding=sharding.eval_sharding(mesh))
   launched = (
@@ -45,7 +45,7 @@ def score(
     for rows, tokens, weights in batches(continuations, m.seq_len, batch_size)
   )
   scores = np.zeros(len(continuations))
-  # Each batch is launched before the results of the batch before are fetched.
+  # Launches each batch before it fetches the results of the previous batch.
   before, after = itertools.tee(launched)
   next(after, None)
   count = len(continuations)
@@ -60,7 +60,7 @@ def score(
 def _log_likelihoods(
   params: Any, tokens_BxL: jax.Array, weights_BxL: jax.Array, *, m: ModelConfig
 ) -> jax.Array:
-  """Returns float32 [B], replicated on all devices."""
+  """Returns log-likelihoods of sequences, float32 [B], replicated on all devices."""
   nll_BxL, _ = registry.get(m).losses(m, params, tokens_BxL, batch_axes=sharding.BOTH)
   sums_B = -(nll_BxL * weights_BxL).sum(axis=1)
   return jax.lax.with_sharding_constraint(sums_B, P())
@@ -73,8 +73,8 @@ def batches(
 
   Yields:
     Indices of the continuations (int [n]), their tokens (int32 [B, L], n <= B) and
-    weights (float32 [B, L], 1 where a token counts). L is seq_len, or seq_len / 2^k of
-    at least MIN_LENGTH. B is batch_size * (seq_len // L).
+    weights (float32 [B, L], 1 for tokens of the choice, else 0). L is seq_len, or
+    seq_len / 2^k if this is at least MIN_LENGTH. B is batch_size * (seq_len // L).
   """
   lengths = [seq_len]
   while lengths[-1] % 2 == 0 and lengths[-1] // 2 >= MIN_LENGTH:

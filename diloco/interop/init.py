@@ -1,4 +1,4 @@
-"""Reads the parameters with which a run starts, from the folder of init.checkpoint."""
+"""Reads the initial parameters of a run from the folder init.checkpoint."""
 
 import os
 import pathlib
@@ -15,22 +15,23 @@ from diloco.spec import shapes
 from diloco.util import files, remote
 from diloco.util.types import PyTree
 
-# Fields that say how to compute, and not what the parameters are.
+# Fields of `model` that change how the model is computed, but not its parameters.
 _FREE = "z_loss dtype param_dtype remat attention loss_chunk segment_masks unroll"
 
 
 def first_params(c: Config, mesh: Mesh) -> PyTree:
-  """Reads init.checkpoint, one tensor after another.
+  """Reads the parameters in init.checkpoint, one tensor after another.
 
   Args:
-    mesh: replica x fsdp.
+    mesh: mesh with the axes replica x fsdp.
 
   Returns:
     One replica's parameters in model.param_dtype, sharded over fsdp; None if
     init.checkpoint is empty.
 
   Raises:
-    ConfigError: the folder holds another model, is damaged, or safetensors is missing.
+    ConfigError: the folder holds another model or tokenizer than the config, the folder
+      is damaged, or the package safetensors is missing.
   """
   if not c.init.checkpoint:
     return None
@@ -59,7 +60,7 @@ def first_params(c: Config, mesh: Mesh) -> PyTree:
 
 
 def _fixed(c: Config) -> dict[str, object]:
-  """Returns the fields of an export that say what its parameters are."""
+  """Returns the fields of an export's config that define its parameters."""
   free = {f"model.{name}" for name in _FREE.split()}
   if "positions" not in shapes.parameters(c.model)["embed"]:
     free.add("model.seq_len")

@@ -1,8 +1,8 @@
-"""Loads a trained model, its config and parameters, from a run or an export.
+"""Loads a trained model (config and parameters) from a run or an export.
 
 Needs neither the training data nor the devices of the run. Reads the config from the
-checkpoint's record, and of the arrays only the outer parameters, sharded over the
-devices of this process.
+checkpoint's record, and the outer parameters from its arrays. Shards the parameters
+over the devices of this process.
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ class Model:
   """A trained model on the devices of this process.
 
   Attributes:
-    config: config of the run, with mesh fields and attention for these devices.
+    config: config of the run, but with mesh fields and attention for these devices.
     step: inner steps of training; `config.train.steps` if the run is finished.
-    params: outer parameters, one replica's tree, float32, sharded over `mesh`; for
-      data-parallel the parameters.
-    mesh: 1 x all devices.
+    params: outer parameters (for data-parallel, the parameters) as one replica's tree,
+      float32, sharded over `mesh`.
+    mesh: mesh of the axes replica x fsdp, with 1 x all devices.
   """
 
   config: Config
@@ -60,11 +60,11 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
 
   Args:
     workdir: --workdir of diloco.main, or a folder written by diloco export.
-    step: step of the checkpoint; default the newest that can be read.
+    step: step of the checkpoint; None: the newest checkpoint that can be read.
 
   Raises:
-    ConfigError: there is no such folder or checkpoint, this version cannot read it, or
-      it needs a plug-in that is not of diloco and was not imported before.
+    ConfigError: the folder or the checkpoint does not exist, this version of diloco
+      cannot read it, or it needs a plug-in that is not part of diloco nor imported.
   """
   workdir = remote.local_copy(workdir, "workdir")
   if not workdir.is_dir():
@@ -85,7 +85,7 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
 
 
 def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
-  """Steps of the checkpoints to try, newest first."""
+  """Returns the steps of the checkpoints to try, newest first."""
   found = steps_of(workdir)
   if not found:
     raise ConfigError(
@@ -104,7 +104,7 @@ def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
 
 
 def _config(record: Record, workdir: pathlib.Path) -> Config:
-  """Returns the config of a checkpoint, for the devices here."""
+  """Returns the config of a checkpoint, changed for the devices of this process."""
   try:
     return _here(complete(record.config), workdir)
   except (TypeError, ConfigError) as error:
@@ -112,15 +112,15 @@ def _config(record: Record, workdir: pathlib.Path) -> Config:
 
 
 def _here(c: Config, folder: pathlib.Path) -> Config:
-  """Changes devices and tokenizer of a config to those here and the folder's copy."""
+  """Sets a config's mesh for these devices, and its tokenizer to the folder's copy."""
   here = {"mesh.replica": 0, "mesh.fsdp": 0, "model.attention": "auto"}
-  if (folder / TOKENIZER).is_file():  # The other may have moved or changed since.
+  if (folder / TOKENIZER).is_file():  # The original file may have moved.
     here["data.tokenizer"] = str(folder / TOKENIZER)
   return changed(c, here)
 
 
 def _method(c: Config, mesh: Mesh) -> Method:
-  """Makes the method of a run whose outer state is on these devices."""
+  """Makes the run's method, with the outer state on the devices of `mesh`."""
   overlap = dataclasses.replace(c.overlap, transport="device")
   outer = dataclasses.replace(c.outer, offload=False)
   return make_method(dataclasses.replace(c, overlap=overlap, outer=outer), mesh)
@@ -136,14 +136,14 @@ def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def _outer_params(c: Config, arrays: dict[str, Any], mesh: Mesh) -> Any:
-  """Joins the arrays of `_outer_arrays` to one replica's tree."""
+  """Makes one replica's tree of parameters from the arrays of `_outer_arrays`."""
   outer = OuterState(tuple(arrays.get("theta", ())), (), (), {})
   state = TrainState(arrays.get("params"), arrays.get("opt_state"), outer)
   return _method(c, mesh).params(state)
 
 
 def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
-  """Reads a folder that diloco export wrote, tokenizer included."""
+  """Loads a folder that `diloco export` wrote; uses the tokenizer in the folder."""
   exported, saved = export_config(folder, "workdir")
   if step not in (None, exported):
     raise ConfigError(
@@ -155,7 +155,7 @@ def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
 
 
 def place(tensors: Iterable[tuple[str, np.ndarray]], mesh: Mesh) -> PyTree:
-  """Puts named tensors on the devices, one after another, as one replica's tree."""
+  """Puts named tensors on the devices one by one; returns one replica's tree."""
   found = {}
   for name, x in tensors:
     path = tuple(name.split("."))
@@ -168,10 +168,10 @@ def export_config(folder: pathlib.Path, field: str) -> tuple[int, Config]:
   """Reads the step and the config of an export.
 
   Args:
-    field: what names the folder, for error messages.
+    field: name of the field or flag with the folder, for error messages.
 
   Raises:
-    ConfigError: the folder is no export, or this version cannot read it.
+    ConfigError: the folder is not an export, or this version of diloco cannot read it.
   """
   described = require_json(folder / CONFIG, field)
   try:
@@ -193,11 +193,12 @@ def export_tensors(
   """Yields the names and float32 tensors of an export, one after another.
 
   Args:
-    m: the model of its config.
-    field: what names the folder, for error messages.
+    m: the config's group `model` of the export.
+    field: name of the field or flag with the folder, for error messages.
 
   Raises:
-    ConfigError: the file is damaged or has other tensors, or safetensors is missing.
+    ConfigError: the file is damaged, its tensors do not fit `m`, or the package
+      safetensors is missing.
   """
   safe_open = optional("safetensors", "exports need", "export").safe_open
   shape_of = {".".join(p): shape for p, shape in shapes.leaves(shapes.parameters(m))}
@@ -220,19 +221,19 @@ def save(tensors: dict[str, np.ndarray], path: pathlib.Path, library: str) -> No
   """Writes a safetensors file.
 
   Args:
-    tensors: by name.
-    path: the file.
-    library: whose tensors they are, such as np or pt (PyTorch).
+    tensors: {name: tensor}.
+    path: path of the file.
+    library: the library for which the tensors are meant, such as np or pt (PyTorch).
 
   Raises:
-    ConfigError: safetensors is missing, or the file cannot be written.
+    ConfigError: the package safetensors is missing, or the file cannot be written.
   """
   save_file = optional("safetensors.numpy", "exports need", "export").save_file
   try:
     path.unlink(missing_ok=True)
     path.touch()
     mode = path.stat().st_mode  # safetensors makes a file that only its owner can read.
-    # safetensors writes a buffer as it lies in memory, so it must be contiguous.
+    # `save_file` writes a tensor's memory as it is, so tensors must be contiguous.
     tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     save_file(tensors, path, metadata={"format": library})
     path.chmod(mode)

@@ -19,10 +19,10 @@ from diloco.util.types import PyTree
 
 
 def whole_number(name: str, value: object) -> int:
-  """Returns an argument that is a whole number of any type, such as NumPy's, as an int.
+  """Returns a whole number of any type, such as NumPy's, as an int.
 
   Raises:
-    ConfigError: it is none, or is negative.
+    ConfigError: `value` is not a whole number, or is negative.
   """
   try:
     number = operator.index(value)  # type: ignore[arg-type]
@@ -36,10 +36,10 @@ def whole_number(name: str, value: object) -> int:
 def check_fields(
   wire: str | WireConfig, outer: Outer, fields: dict[str, object]
 ) -> Config:
-  """Checks arguments by the limits and rules of the config's fields.
+  """Checks arguments against the limits and rules of the config's fields.
 
   Args:
-    fields: the other arguments, with the names of their fields.
+    fields: the other arguments, {name of the config's field: value}.
 
   Returns:
     A config with these fields.
@@ -68,7 +68,7 @@ def _fields(group: str, values: WireConfig | OuterConfig) -> dict[str, object]:
 
 
 def read_taus(tau: int | Sequence[int], replicas: int) -> tuple[int, ...]:
-  """Returns the tau of each replica, whatever kind of numbers they are."""
+  """Returns the tau of each replica as an int; takes whole numbers of any type."""
   each = np.asarray(tau, dtype=object).tolist()
   each = each if isinstance(each, list) else [each] * replicas
   if len(each) != replicas:
@@ -79,7 +79,7 @@ def read_taus(tau: int | Sequence[int], replicas: int) -> tuple[int, ...]:
 
 
 def count_replicas(params_M: PyTree) -> int:
-  """Returns M, the first axis of every leaf."""
+  """Returns M, the size of the first axis of every leaf."""
   found = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(params_M)}
   if len(found) != 1 or not min(found):
     raise ConfigError(
@@ -90,7 +90,7 @@ def count_replicas(params_M: PyTree) -> int:
 
 
 def mesh_under(params_M: PyTree) -> Mesh:
-  """Returns the mesh of the parameters; one device becomes a mesh of 1 x 1."""
+  """Returns the mesh of the parameters; a 1 x 1 mesh if they lie on a single device."""
   sharding = getattr(jax.tree.leaves(params_M)[0], "sharding", None)
   if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
     return sharding.mesh

@@ -1,8 +1,8 @@
-"""Names the leaves of any pytree as the outer step does.
+"""Names the leaves of any pytree in the way that the outer step expects.
 
-The outer step knows parameters as {"blocks": leaves (N, ...), other names: leaves
-(...)}, and a fragment as layers of `blocks` and some of the other names. A `Layout`
-turns a tree of a user into this form and back; no array is copied.
+For the outer step, parameters are {"blocks": leaves (N, ...), other names: leaves
+(...)}. A fragment has some layers of `blocks` and some of the other names. A `Layout`
+turns a user's tree into this form and back, without copying an array.
 """
 
 import collections
@@ -28,10 +28,10 @@ class Stacked:
 
   Attributes:
     path: leaves below this path, such as "params/blocks", are (M, N, ...) for N layers.
-      All other leaves are one fragment of their own.
+      All other leaves together are one more fragment.
     size: layers per fragment; the paper uses 3.
     pattern: strided or sequential (2501.18512, figure 2).
-    rest: whether the fragment of the other leaves is sent first or last.
+    rest: first or last: when the fragment of all other leaves is sent.
   """
 
   path: str
@@ -45,10 +45,10 @@ Fragments = Stacked | Callable[[str], int] | None
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The names of all leaves.
+  """The names of all leaves of a user's tree.
 
   Attributes:
-    structure: of the user's tree.
+    structure: tree structure of the user's tree.
     names: top-level name and path of each leaf.
   """
 
@@ -81,8 +81,8 @@ def make_layout(
     fragments: see `diloco.streaming`.
 
   Raises:
-    ConfigError: a leaf is no array, is not floating-point, has 64 bits or no values,
-      two leaves have the same path, or `fragments` does not fit the tree.
+    ConfigError: a leaf is no array, is not floating-point, has 64 bits, or has no
+      values; two leaves have the same path; or `fragments` does not fit the tree.
   """
   leaves, structure = jax.tree.flatten_with_path(params_M)
   named = [(path_of(path), leaf) for path, leaf in leaves]
@@ -178,5 +178,5 @@ def _stacked(
 
 
 def path_of(path: KeyPath) -> str:
-  """Spells the path of a leaf, such as params/Dense_0/kernel."""
+  """Returns the path of a leaf as a text, such as params/Dense_0/kernel."""
   return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -8,10 +8,10 @@
   params_M, state, events = method.drain(T, params_M, state)
   params = method.params(state)
 
-Every method here names the leaves, and calls that of `algorithm/streaming.py`, which
-the trainer uses, too.
-Every leaf of `params_M` has the replicas as its first axis. An ending `_M` says so
-throughout the package.
+Every method here names the leaves, then calls the method of the same name in
+`algorithm/streaming.py`, which the trainer uses, too.
+The first axis of every leaf of `params_M` is the replicas. In the whole package, the
+ending `_M` of a name means this axis.
 """
 
 import dataclasses
@@ -59,17 +59,17 @@ class Streaming:
 
   @property
   def fragments(self) -> tuple[tuple[str, ...], ...]:
-    """The paths of each fragment's leaves; [i, j, ...] are the layers of a stack."""
+    """The paths of each fragment's leaves; a stack's layers follow as [i, j, ...]."""
     return tuple(map(self._describe, self.sync.fragments))
 
   def print_fragments(self) -> None:
-    """Prints a line for each fragment: bytes of one replica's sync, and the leaves."""
+    """Prints a line per fragment: bytes that a replica sends in a sync, and leaves."""
     for p, leaves in enumerate(self.fragments):
       print(f"fragment {p}: {self.sync_bytes(p):,} bytes, {', '.join(leaves)}")
 
   @plain_modes()
   def init(self, params_M: PyTree) -> OuterState:
-    """Makes the first outer state; outer parameters are those of replica 0."""
+    """Makes the first outer state; its outer parameters are those of replica 0."""
     state = self.sync.init(self.layout.split(params_M))
     return dataclasses.replace(state, steps=_steps(0, 0))
 
@@ -79,8 +79,8 @@ class Streaming:
   ) -> tuple[PyTree, OuterState, list[Event]]:
     """Sends, receives and merges the fragments that are due after inner step t.
 
-    Call it once after every inner step. Steps without a due fragment cost nothing.
-    `params_M` and `state` are donated: use only what is returned.
+    Call `step` once after every inner step. A call costs nothing if no fragment is due.
+    `params_M` and `state` are donated: use only the returned parameters and state.
 
     Args:
       t: number of finished inner steps, from 1.
@@ -91,7 +91,7 @@ class Streaming:
       New parameters, new state, and an event for each send and receive.
 
     Raises:
-      ConfigError: the state is not that of this method after step t - 1.
+      ConfigError: `state` is not the state of this method after step t - 1.
     """
     t, drained = self._check("t", t, 1, state), self.sync.schedule.drained
     parts_M = self.layout.split(params_M)
@@ -100,7 +100,7 @@ class Streaming:
     return self.layout.join(parts_M), state, events
 
   def overlapped(self, train_step: TrainStep) -> OverlappedStep:
-    """Joins your inner step and the exchange after a send in one program.
+    """Makes one program of your inner step and the exchange that follows a send.
 
       train_step = method.overlapped(train_step)
       for t in range(1, T + 1):
@@ -109,8 +109,8 @@ class Streaming:
         )
         params_M, state, events = method.step(t, params_M, state)
 
-    On TPUs and GPUs the first inner step after a send then hides the exchange
-    (docs/aot.md). Every other inner step is your step alone. Every inner step is alone
+    On TPUs and GPUs the first inner step after a send hides the exchange of this send
+    (docs/aot.md). All other inner steps run `train_step` alone. So do all inner steps
     if tau is 0, transport is "host", or one device holds all replicas.
 
     Args:
@@ -118,8 +118,8 @@ class Streaming:
         params_M, opt_state_M and metrics, which are trees of arrays. It is jitted here.
 
     Returns:
-      The step; it donates params_M and opt_state_M, and raises a ConfigError if the
-      state is not that after step t - 1.
+      The new train_step, as above. It donates params_M and opt_state_M, and raises a
+      ConfigError if `state` is not the state after step t - 1.
     """
     alone = jax.jit(train_step, donate_argnums=(0, 1))
 
@@ -147,11 +147,11 @@ class Streaming:
 
     Args:
       last: number of the last inner step.
-      final_sync: whether all fragments are synchronised once more. If False, the
-        outer parameters lack the inner steps after a fragment's last send.
+      final_sync: whether all fragments are synchronised once more. If False, a
+        fragment's outer parameters lack the inner steps after its last send.
 
     Raises:
-      ConfigError: the state is not that of this method after step `last`.
+      ConfigError: `state` is not the state of this method after step `last`.
     """
     last = self._check("last", last, 0, state)
     parts_M = self.layout.split(params_M)
@@ -169,7 +169,7 @@ class Streaming:
 
   @plain_modes()
   def abstract_state(self, params_M: PyTree, t: int) -> OuterState:
-    """Describes the state after step t, for Orbax and others that restore it.
+    """Describes the state after step t, for tools that restore it, such as Orbax.
 
     Args:
       params_M: parameters of all replicas, or their shapes.
@@ -193,7 +193,7 @@ class Streaming:
     self.sync.close()
 
   def _check(self, name: str, step: int, ahead: int, state: OuterState) -> int:
-    """Returns an argument as an int; the state must be that after `step - ahead`."""
+    """Returns `step` as an int; `state` must be the state after `step - ahead`."""
     step = arguments.whole_number(name, step)
     last, drained = np.asarray(state.steps).tolist()
     if step != last + ahead:
@@ -238,31 +238,31 @@ def streaming(
 ) -> Streaming:
   """Makes the method for a tree of parameters.
 
-  With several processes, all must call this: it opens the connections between them.
+  With several processes, all must call this function: it opens their connections.
 
   Args:
     params_M: parameters of M replicas, leaves (M, ...), or their shapes. All leaves are
       synchronised, so they must be floating-point: keep counters and keys elsewhere.
     sync_every: H, inner steps between two syncs of one fragment.
-    fragments: `Stacked(...)` if layers are stacked along an axis; or a function from
-      the path of a leaf, such as "params/Dense_0/kernel", to the number of its
-      fragment. None: one fragment of all leaves, as in DiLoCo.
-    tau: inner steps between a send and its merge, of all replicas or of each. They
-      hide the exchange if transport is "host". With "device" only `overlapped` hides
-      it: a device runs two programs one after the other.
+    fragments: `Stacked(...)` if layers are stacked along an axis; or a function that
+      takes the path of a leaf, such as "params/Dense_0/kernel", and returns the number
+      of its fragment. None: one fragment of all leaves, as in DiLoCo.
+    tau: inner steps between a send and its merge: one number, or one per replica. With
+      transport "host" these steps hide the exchange. With "device" only `overlapped`
+      hides the exchange, because a device runs two programs one after the other.
     alpha: weight of a replica's own parameters in a merge.
-    wire: a number format (fp32, bf16, e3m0, any eXmY), or a WireConfig with compressor,
-      block size and rounding, whose format is e3m0 unless it says another.
-    outer: the outer optimizer. An OuterConfig names one with its rate. With SGD this is
-      faster than a transformation of optax, because its steps run piece by piece.
-    seed: of compressors that draw random numbers.
+    wire: a number format (fp32, bf16, e3m0, any eXmY), or a WireConfig with format,
+      compressor and block size. A WireConfig whose format is not set (auto) uses e3m0.
+    outer: the outer optimizer. An OuterConfig names an optimizer and its rate. SGD from
+      an OuterConfig is faster than SGD from optax, because it runs piece by piece.
+    seed: seed of compressors that draw random numbers.
     mesh: devices with the axes `replica` and `fsdp`, from `diloco.replica_mesh`. None:
-      the mesh or the one device on which params_M lies.
+      the mesh or the single device on which params_M lies.
     transport: "device" or "host". With "host", hosts exchange the payloads over TCP
       in a thread, while the devices train (docs/machines.md).
 
   Raises:
-    ConfigError: an argument cannot work. The sentence uses the names of the config's
+    ConfigError: an argument cannot work. The message uses the names of the config's
       fields, such as overlap.alpha.
   """
   if transport not in ("device", "host"):
@@ -305,14 +305,14 @@ def overlapped_step(
   """Runs one inner step while the payloads are exchanged.
 
   Args:
-    count: int32 [], 1: see `transport.behind`.
+    count: 1, as int32 []; `transport.behind` says why this is an argument.
     params_M: parameters of all replicas; donated.
-    opt_state_M: what else the step changes; donated.
+    opt_state_M: everything else that the step changes; donated.
     more: the step's other arguments.
     payloads: uint8 [M, fsdp, bytes], sent before the step.
 
   Returns:
-    What the step returns, and everyone's payloads.
+    The result of the step, and the payloads of all replicas.
   """
   shapes = jax.eval_shape(train_step, params_M, opt_state_M, *more)[2]
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -329,10 +329,10 @@ def replicate(params: PyTree, replicas: int, mesh: Mesh | None = None) -> PyTree
     params: parameters of one model.
     replicas: M.
     mesh: from `diloco.replica_mesh`; the replicas are sharded over its axis `replica`.
-      None: they stay on the device of the parameters.
+      None: the replicas stay on the device of the parameters.
 
   Raises:
-    ConfigError: a leaf is no array, or M is no whole number that fits the mesh.
+    ConfigError: a leaf is no array, or `replicas` is no number that fits the mesh.
   """
   replicas = check_some({"replicas": replicas}).replicas
 

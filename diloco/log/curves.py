@@ -1,12 +1,12 @@
-"""Curves of a run for pictures: steps and values, thinned and smoothed. No JAX."""
+"""Thins and smooths the curves of a run for pictures. No JAX."""
 
 from typing import Any
 
 import numpy as np
 
-# More points than pixels show nothing more, and take longer to draw.
+# A curve with more points than pixels shows no more, and takes longer to draw.
 MOST_POINTS = 2000
-# Share of the run over which the smoothed line averages.
+# Share of the run over which `smoothed` averages.
 _WINDOW = 0.02
 
 
@@ -23,7 +23,7 @@ def line(panel: Any, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-  """Returns the mean of the values around each value, over `_WINDOW` of all."""
+  """Averages each value with its neighbours; a window has `_WINDOW` of all values."""
   return running_mean(values, int(len(values) * _WINDOW / 2))
 
 

@@ -1,8 +1,8 @@
-"""What a run reports while it trains: progress bar, metrics, divergence check, speed.
+"""Reports on a run while it trains: progress bar, metrics, divergence check, speed.
 
 Metrics are fetched from the devices one launch late, so that logging never waits for
-the steps that were just launched. Each process reads the metrics of its own replicas;
-process 0 writes a step when the metrics of all processes have arrived.
+the steps that were just launched. Each process reads the metrics of its own replicas.
+Process 0 writes the metrics of a step when they have arrived from all processes.
 """
 
 import contextlib
@@ -64,10 +64,10 @@ class Log:
 
     Args:
       workdir: folder of the files.
-      record: of the checkpoint from which the run goes on, with the bytes and the time
-        of the steps before; a new one for a run that starts.
-      last_checkpoint: returns the step of the newest checkpoint, which may still be
-        written; None without one.
+      record: the record of the checkpoint from which the run goes on, with the bytes
+        and the time of the steps so far; a new record for a new run.
+      last_checkpoint: returns the step of the newest checkpoint, or of the checkpoint
+        that is being written; None if there is no checkpoint.
     """
     self._c, self.workdir, self.peers = c, workdir, peers
     self.ledger, self._spent = Ledger(**record.ledger), Spent(**record.spent)
@@ -78,13 +78,14 @@ class Log:
       if peers.index == 0
       else None
     )
-    # All rates now: later, a device would compute a rate after the steps in flight.
+    # Computes all learning rates now: later, a device would first run the steps that
+    # are in flight.
     self._rates = np.asarray(learning_rate(c)(np.arange(c.train.steps)))
-    # The launch that is not reported yet: steps, their metrics, and events.
+    # The launch that is not reported yet: its steps, their metrics and its events.
     self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
     self._began = time.perf_counter() - self._spent.wall_s
     self._clock: float | None = None  # When the last steps were reported.
-    self._at = c.train.steps  # The last reported step; before any, the last of all.
+    self._at = c.train.steps  # Last reported step; at first, the run's last step.
     self._last_sync = "no sync yet"
     self._bar: tqdm.tqdm | None = None
     self.note: Callable[[], str] = lambda: ""
@@ -93,21 +94,21 @@ class Log:
   def launched(
     self, steps: range, by_step: list[InnerMetrics], events: list[Event]
   ) -> None:
-    """Takes inner steps that were just launched, and reports those launched before.
+    """Notes inner steps that were just launched, and reports the launch before them.
 
     Args:
       by_step: metrics of each step, which the devices may still be computing.
-      events: sends and receives after the last step.
+      events: sends and receives after the last of these steps.
     """
     for x in jax.tree.leaves((by_step, [event.metrics for event in events])):
-      if hasattr(x, "copy_to_host_async"):  # Hosts compute NumPy arrays.
+      if hasattr(x, "copy_to_host_async"):  # NumPy arrays lack this method.
         x.copy_to_host_async()
     self._report_pending()
     self._pending = steps, by_step, events
     self._write(wait=False)
 
   def flush(self) -> None:
-    """Waits for all steps and writes them."""
+    """Waits for all launched steps and writes their metrics."""
     self._report_pending()
     self._write(wait=True)
 
@@ -119,7 +120,7 @@ class Log:
     self._clock = time.perf_counter() if self._clock else None
 
   def say(self, text: str) -> None:
-    """Shows at once what the run does after its last step."""
+    """Shows immediately what the run does after its last step."""
     if self._bar:
       self._bar.set_postfix_str(f"{text}, {self._bar.postfix}")
 
@@ -129,14 +130,14 @@ class Log:
       self._writer.write("eval", t, values)
 
   def results(self, summary: Json, text: str) -> None:
-    """Writes generated text, unless it is empty; gives W&B the summary."""
+    """Writes generated text, unless it is empty; gives the summary to W&B."""
     if self._writer:
       if text:
         self._writer.sample(self._c.train.steps, text)
       self._writer.results(summary)
 
   def events(self, events: list[Event]) -> None:
-    """Reports what happened; counts the bytes, also of averages."""
+    """Reports events, and counts the bytes of syncs and averages."""
     for event in events:
       if event.kind == "average":
         self.ledger.record_average(event.fragment, event.step, event.sent)
@@ -158,7 +159,7 @@ class Log:
     return self._spent
 
   def sent(self, t: int) -> int:
-    """Counts the bytes that one replica has sent after inner step t."""
+    """Counts the bytes that one replica has sent by the end of inner step t."""
     return self.ledger.total + all_reduced_bytes(self._c, t)
 
   def peak(self) -> int:
@@ -166,7 +167,7 @@ class Log:
     return max(self.ledger.peak, all_reduced_bytes(self._c, 1))
 
   def tokens_per_s(self) -> float | None:
-    """Mean speed of the run so far."""
+    """Mean speed of the run so far; None before it is known."""
     s = self._spent
     return s.steps * self._c.tokens_per_step / s.busy_s if s.steps else None
 
@@ -189,11 +190,11 @@ class Log:
       self._spent.steps += len(steps)
     self._clock = now
     if self.peers.index == 0:
-      # Made after the first launch, whose compilation would count as its time.
+      # The bar starts after the first launch, so that it does not count compilation.
       self._bar = self._bar or make_bar(
         total=self._c.train.steps,
         initial=steps[-1],
-        position=0,  # Runs that train together have one file each.
+        position=0,  # Runs that train together show their bars in different files.
         bar_format="{percentage:3.0f}%|{bar}| {n}/{total} [{remaining} left{postfix}]",
       )
       self._bar.update(steps[-1] - self._bar.n)
@@ -204,7 +205,7 @@ class Log:
       if t == steps[-1]:
         self.events(events)
       if not reaches(before + 1, t, self._c.log.every) and t < self._c.train.steps:
-        continue  # Skips steps that are not logged: links may be slow.
+        continue  # Sends nothing for unlogged steps: links may be slow.
       extra = {
         "time": time.time(),
         "bytes_sent": self.sent(t),
@@ -262,7 +263,7 @@ class Log:
 
 
 def _local(x: Any) -> Any:
-  """This process's part of a metric: [replica, value] pairs, or a number."""
+  """Returns this process's part of a metric: [replica, value] pairs, or a number."""
   if x.ndim == 0:
     return float(np.asarray(x))
   if isinstance(x, np.ndarray):
@@ -276,7 +277,7 @@ def _local(x: Any) -> Any:
 
 
 def _join(parts: list[Any]) -> Any:
-  """Joins a metric of all processes: one value per replica, or a number."""
+  """Joins all processes' parts of a metric: one value per replica, or a number."""
   if not isinstance(parts[0], list):
     return parts[0]
   by_replica = dict(pair for part in parts for pair in part)

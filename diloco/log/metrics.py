@@ -1,6 +1,6 @@
-"""Where a run's numbers go: JSON lines, TensorBoard, Weights & Biases. No JAX.
+"""Writes a run's numbers to JSON lines, TensorBoard and Weights & Biases. No JAX.
 
-TensorBoard and Weights & Biases call a number by the same name, see `scalars`.
+A number has the same name in TensorBoard and in Weights & Biases, see `scalars`.
 """
 
 import json
@@ -23,20 +23,20 @@ from diloco.util.types import Json
 Kinds = dict[str, list[Json]]
 FILE = "metrics.jsonl"
 CONFIG, CONTENTS = "config.json", "contents.json"
-# Indent of a line, so that TensorBoard shows the text verbatim.
+# Indent of each line of a text, so that TensorBoard shows the text verbatim.
 _AS_CODE = "    "
-# Fields of records that are not drawn as curves: names, constants and clock times.
+# Fields of a record that make no curves: names, constants and clock times.
 _NO_CURVES = ("kind", "step", "fragment", "bytes", "round", "time")
 
 
 class MetricsWriter:
-  """Appends records to metrics.jsonl, and copies their numbers elsewhere.
+  """Appends records to metrics.jsonl, and copies their numbers to other loggers.
 
   Every line is one JSON object with `step` and `kind`: step, send, receive, eval,
-  sample, or a kind of a plug-in. Lines are only appended: a resumed run writes
-  the steps since its checkpoint again, and readers drop what earlier attempts wrote.
-  For commands that read a run, the config is in config.json; digests of its text, its
-  tokenizer and the held-out tokens of its last evaluation are in contents.json.
+  sample, or a kind of a plug-in. Lines are only appended. A resumed run writes the
+  steps since its checkpoint again, and readers drop the lines of earlier attempts.
+  For commands that read a run, config.json has the config. contents.json has digests of
+  the run's text, of its tokenizer and of the held-out tokens of its last evaluation.
   """
 
   def __init__(
@@ -59,13 +59,13 @@ class MetricsWriter:
     files.write_json(workdir / CONTENTS, digests(contents) | of_losses)
     path = workdir / FILE
     files.cut_half_line(path)
-    self._file = path.open("a", buffering=1)  # Line by line, so that one can follow it.
+    self._file = path.open("a", buffering=1)  # Readers follow it line by line.
     self._tensorboard: Any = None
     self._wandb: Any = None
     if c.log.tensorboard:
       import tensorboardX
 
-      # TensorBoard drops what earlier attempts have written from `purge_step` on.
+      # TensorBoard drops the points of earlier attempts from `purge_step` on.
       self._tensorboard = tensorboardX.SummaryWriter(
         str(workdir / "tensorboard"), flush_secs=30, purge_step=start + 1
       )
@@ -108,7 +108,7 @@ class MetricsWriter:
       self._wandb.finish()
 
   def _append(self, kind: str, step: int, values: Json) -> Json:
-    # JSON has no NaN, which stands for "not defined": null takes its place.
+    # A NaN means "not defined". JSON has no NaN, so a record has null in its place.
     clean = json.loads(json.dumps(values), parse_constant=lambda _: None)
     record = {"kind": kind, "step": step, **clean}
     self._file.write(json.dumps(record) + "\n")
@@ -116,9 +116,9 @@ class MetricsWriter:
 
 
 class Follower:
-  """Reads a run's records as they are added; skips lines that are no records.
+  """Reads a run's records as they are added; skips lines that are not records.
 
-  A kill cuts lines short, and a line may be read while it is written.
+  A killed run may leave an incomplete line, and a line may be read while it is written.
   """
 
   def __init__(self, workdir: pathlib.Path):
@@ -131,14 +131,14 @@ class Follower:
       for line in file:
         record = as_record(line)
         if not record and not line.endswith(b"\n"):
-          return  # The rest follows.
+          return  # The run will write the rest of this line.
         self._next += len(line)
         if record:
           yield record
 
 
 def as_record(line: bytes) -> Json:
-  """Parses a line of metrics.jsonl; {} if the line is no record."""
+  """Parses a line of metrics.jsonl; {} if the line is not a record."""
   try:
     record = json.loads(line)
     return record if "kind" in record and "step" in record else {}
@@ -147,12 +147,15 @@ def as_record(line: bytes) -> Json:
 
 
 def read(workdir: pathlib.Path, kind: str = "step") -> list[Json]:
-  """Reads the records of one kind in order of steps, without abandoned attempts."""
+  """Reads the records of one kind in order of steps, without those of earlier attempts.
+
+  A resumed run repeats the steps since its checkpoint; only its last attempt counts.
+  """
   return read_kinds(workdir, kind)[kind]
 
 
 def read_kinds(workdir: pathlib.Path, *kinds: str) -> Kinds:
-  """Reads records as `read`, of several kinds in one pass over the file."""
+  """Reads the records of several kinds like `read`, in one pass over the file."""
   found: dict[str, dict] = {kind: {} for kind in kinds}
   newest = 0
   for record in Follower(workdir).records():
@@ -169,13 +172,13 @@ def read_kinds(workdir: pathlib.Path, *kinds: str) -> Kinds:
 
 
 def scalars(record: Json) -> dict[str, float]:
-  """Names the numbers of a record that make curves.
+  """Returns {name: number} of a record, for the curves of dashboards.
 
-  Dashboards group names by their first part. It is the quantity if there are several
-  numbers of a quantity: outer_grad_cosine/fragment_0, loss_per_replica/replica_1. Else
-  it is the kind of the record: step/loss, eval/perplexity. The quantities of a fragment
-  are means over the replicas, and over the layers if each has a value; metrics.jsonl
-  has all values.
+  Dashboards group names by their first part. For a quantity with a number per fragment
+  or per replica, the first part is the quantity: outer_grad_cosine/fragment_0,
+  loss_per_replica/replica_1. For other quantities, the first part is the kind of the
+  record: step/loss, eval/perplexity. A number of a fragment is the mean over the
+  replicas, and over the layers if each layer has a value. metrics.jsonl has all values.
   """
   found = dict[str, float | None]()
   for name, value in record.items():
@@ -185,7 +188,7 @@ def scalars(record: Json) -> dict[str, float]:
       value = _mean(value) if isinstance(value, list) else value
       found[f"{name}/fragment_{record['fragment']}"] = value
     elif isinstance(value, list):
-      # With one replica, its number is the mean, which is logged already.
+      # With one replica, its number is the mean, which the record has already.
       several = enumerate(value if len(value) > 1 else [])
       found |= {f"{name}/replica_{i}": x for i, x in several}
     else:
@@ -194,7 +197,7 @@ def scalars(record: Json) -> dict[str, float]:
 
 
 def _mean(values: list) -> float | None:
-  """Averages the numbers of a list, or of a list of lists; None if there are none."""
+  """Averages the numbers in a list, or in a list of lists; None without numbers."""
   known = [x for x in np.ravel(values) if x is not None]
   return sum(known) / len(known) if known else None
 
@@ -213,7 +216,8 @@ def _start_wandb(workdir: pathlib.Path, c: Config) -> Any:
     id=path.read_text().strip(),
     resume="allow",
   )
-  # W&B drops steps below its own counter: after a resume, and those of the last drain.
+  # By default, W&B would drop records whose step is below its own counter: after a
+  # resume, and in the drain at the end. So `inner_step` becomes the horizontal axis.
   run.define_metric("inner_step")
   run.define_metric("*", step_metric="inner_step")
   return run

@@ -15,24 +15,24 @@ class Profile:
   """The trace of the steps `profile.steps`, in WORKDIR/profile.
 
   Steps that are launched together are traced together, so a trace may begin a few steps
-  earlier and end a few steps later. The trace changes no result: it waits for the
-  devices before it begins and before it ends, and this time does not count as training.
+  earlier and end a few steps later. The trace changes no result. It waits for the
+  devices before it begins and before it ends; this waiting is not in the training time.
   """
 
   def __init__(self, c: Config, log: Log):
     self._steps, self._log, self._print = c.profile.range, log, log.peers.print_line
     self._folder = log.workdir / FOLDER
-    if log.peers.count > 1:  # On one machine, their files would have the same name.
+    if log.peers.count > 1:  # On one machine, processes would write files of one name.
       self._folder /= f"process-{log.peers.index}"
     self._first: int | None = None  # The first step of the trace, while it runs.
     self._annotation = contextlib.ExitStack()  # Names the traced steps.
 
   def begin(self, steps: range, state: TrainState) -> None:
-    """Begins the trace if steps to trace are launched next.
+    """Begins the trace if the next launch has steps to trace.
 
     Args:
       steps: the inner steps of the next launch.
-      state: the state after the steps before.
+      state: the state before these steps.
     """
     if not self._steps:
       return
@@ -43,7 +43,7 @@ class Profile:
       with self._log.pause():
         jax.block_until_ready(state)
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # Every Python call would hide the others.
+        options.python_tracer_level = 0  # Python's calls would hide other events.
         jax.profiler.start_trace(self._folder, profiler_options=options)
       self._first = steps[0]
     if self._first is not None:
@@ -55,7 +55,7 @@ class Profile:
 
     Args:
       steps: the inner steps that were just launched.
-      state: the state after them, also after their syncs.
+      state: the state after these steps and their syncs.
     """
     if self._first is None:
       return
@@ -68,7 +68,7 @@ class Profile:
       self._print(f"The trace of the steps {traced} is in {self._folder}.")
 
   def close(self) -> None:
-    """Writes a trace that has begun, also if the run ends early."""
+    """Ends and writes a trace that has begun, even if the run ends early."""
     if self._first is not None:
       self._first, self._steps = None, range(0)
       jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""Reads runs to compare them, also while they go on. No JAX."""
+"""Reads runs to compare them, even while they train. No JAX."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from diloco.log import metrics, workdir
 from diloco.spec import plugins
 from diloco.util import files
 
-# Fields in which runs that are joined may differ: they change nothing but the noise.
+# Fields in which joined runs may differ, because they change only the noise.
 _NOISE = ("seed", "plugins", "log.", "checkpoint.", "profile.", *READING)
 
 
@@ -29,12 +29,12 @@ class Run:
     config: of the whole run.
     loss: {step: training loss, mean of the replicas}, nats per token.
     held_out: {step: held-out loss of the outer parameters}, nats per token.
-    bits: {step: the same in bits per byte of the text}.
+    bits: {step: held-out loss in bits per byte of the text}.
     sent: {step: bytes that one replica has sent so far}.
     peak: the most bytes that one replica sent at a single step.
-    tokens_per_s: of all replicas together; None before the second step.
-    basis: what the losses are of.
-    seeds: runs of which this is the mean.
+    tokens_per_s: speed of all replicas together; None before the second step.
+    basis: the config and the data to which the losses belong.
+    seeds: number of runs of which this run is the mean.
   """
 
   name: str
@@ -50,7 +50,7 @@ class Run:
 
   @property
   def step(self) -> int:
-    """The newest step; a site that jumped to the last one has no loss there."""
+    """The newest step; it has no loss if a site has jumped to the run's last step."""
     return max([*self.loss, *self.sent], default=0)
 
 
@@ -58,8 +58,8 @@ def read(folder: pathlib.Path, name: str, flag: str = "WORKDIR") -> Run:
   """Reads a run.
 
   Args:
-    folder: that of the run.
-    name: a short one, for `Run`.
+    folder: folder of the run.
+    name: a short name, for `Run`.
     flag: the flag or argument that gives the folder.
 
   Raises:
@@ -88,7 +88,7 @@ def read(folder: pathlib.Path, name: str, flag: str = "WORKDIR") -> Run:
 
 
 def joined(runs: Sequence[Run]) -> list[list[Run]]:
-  """Groups the runs that differ only in their seeds and have reached the same step."""
+  """Groups runs at the same step that differ only in noise, such as in the seed."""
   groups, noise = dict[str, list[Run]](), _NOISE + plugins.free()
   for run in runs:
     fields, contents = run.basis
@@ -99,20 +99,20 @@ def joined(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _by_step(records: Iterable[dict], field: str) -> Any:
-  """Groups the values of a field by step, over the parts of a run; None is NaN."""
+  """Groups the values of a field by step, from all parts of a run; None becomes NaN."""
   table = pd.DataFrame(records, columns=["step", field]).astype({field: float})
   return table.groupby("step")[field]
 
 
 def _peak(found: metrics.Kinds) -> int:
-  """Returns the most bytes of one step, from the records of a part of a run."""
+  """Returns the most bytes sent at one step, from the records of a part of a run."""
   of_steps = [r["peak_bytes"] for r in found["step"]]
-  # The final sync follows the last step's record.
+  # The record of the last step lacks the final sync, which comes after that step.
   return int(max([*of_steps, *_by_step(found["send"], "bytes").sum()], default=0))
 
 
 def names_of(folders: Sequence[pathlib.Path]) -> list[str]:
-  """Returns the shortest ends of the paths that tell the folders apart."""
+  """Returns the shortest path ends that are different for all folders."""
   paths = [folder.absolute().parts for folder in folders]
   for count in range(1, max(map(len, paths)) + 1):
     names = [str(pathlib.Path(*parts[-count:])) for parts in paths]

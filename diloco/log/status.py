@@ -1,6 +1,6 @@
-"""How runs go on: what readers of a folder share, and who reads which folder.
+"""The status of runs: functions that readers of a folder share, and a list of readers.
 
-A module `status` in a folder of `contrib/` adds its reader to `READERS`.
+The list is `READERS`. A module `status` in a folder of `contrib/` adds its own reader.
 """
 
 import contextlib
@@ -14,18 +14,19 @@ from diloco.log.workdir import title
 from diloco.util import files, remote
 from diloco.util.types import Json
 
-# A run has probably stopped if it adds no line for _PATIENCE times the usual time of a
-# line, and for _LEAST_S seconds: evaluations and checkpoints take time too.
+# A run has probably stopped if it adds no line for _PATIENCE times the usual time
+# between two lines. This must be at least _LEAST_S seconds, because evaluations and
+# checkpoints take time.
 _PATIENCE, _LEAST_S = 20, 60
 
 
 class Status(NamedTuple):
-  """How a run goes on.
+  """The status of a run.
 
   Attributes:
-    title: algorithm and numbers of the run.
-    news: {what: text}, what is shown of each run of many.
-    details: {what: text}, what is shown of a single run besides.
+    title: the run in a few words, such as its algorithm, M and H.
+    news: {heading: text}, shown for each run.
+    details: {heading: text}, also shown if there is only one run.
   """
 
   title: str
@@ -33,7 +34,8 @@ class Status(NamedTuple):
   details: dict[str, str]
 
 
-# {the file or folder that shows whose folder it is: reads that, at a time}.
+# {file or folder that identifies the kind of a folder: function (folder, time) that
+# reads such a folder}.
 READERS: dict[str, Callable[[pathlib.Path, float], Status]] = {}
 
 
@@ -48,7 +50,7 @@ def heading(config: Json) -> str:
 
 
 def progress(count: int, total: int | None) -> str:
-  """Returns such as "40 of 400"."""
+  """Formats a count, such as "40 of 400"."""
   return f"{count:,}" + (f" of {total:,}" if total else "")
 
 
@@ -58,7 +60,7 @@ def by_fragment(steps: dict[int, int]) -> str:
 
 
 def checkpoint(steps: Sequence[int]) -> dict[str, str]:
-  """Describes the newest checkpoint of these steps, the newest first."""
+  """Describes the newest checkpoint; `steps` must have the newest step first."""
   return {"checkpoint": f"step {steps[0]:,}" if steps else "none yet"}
 
 
@@ -80,7 +82,7 @@ def last_line(
   if done:
     return {"state": "finished"}
   age = now - path.stat().st_mtime
-  # A bucket gets new lines with the checkpoints only.
+  # A bucket gets new lines only together with checkpoints.
   stale = age > max(_PATIENCE * usual, _LEAST_S) and not remote.address_of(path)
   state = "probably stopped" if stale else ""
   if has_ended(path.parent):
@@ -91,7 +93,7 @@ def last_line(
 
 
 def has_ended(folder: pathlib.Path) -> bool:
-  """Returns whether the process that locked a folder is known here, and has ended."""
+  """Returns whether the process that locked a folder is known to have ended."""
   with contextlib.suppress(OSError):
     return files.has_ended((folder / ".lock").read_text())
   return False

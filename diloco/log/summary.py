@@ -1,4 +1,4 @@
-"""The end of a run: evaluates, generates, and writes summary.json."""
+"""Ends a run: evaluates the model, generates text, and writes summary.json."""
 
 import dataclasses
 import pathlib
@@ -21,9 +21,9 @@ from diloco.util import files
 from diloco.util.types import Json
 
 FILE = "summary.json"
-# Fewer syncs than this leave the outer parameters far behind the replicas.
+# With fewer syncs than this number, the outer parameters are far behind the replicas.
 _ENOUGH_SYNCS = 3
-# Outer momentum 0.9 pays from about so many syncs on (docs/settings.md).
+# Outer momentum 0.9 is useful from about this number of syncs on (docs/settings.md).
 _SYNCS_OF_09 = 100
 
 
@@ -35,10 +35,10 @@ def make(
   evaluation: Evaluation,
   log: Log,
 ) -> Json:
-  """Evaluates and samples text; writes, prints and returns summary.json.
+  """Evaluates the model and generates text; writes, prints and returns summary.json.
 
   Args:
-    method: how the run trained.
+    method: the method that trained the run.
     state: the run's last state.
   """
   log.say("evaluating")
@@ -53,7 +53,7 @@ def make(
     params = choose(state.params, mesh=mesh)
     losses[name] = evaluation.loss(params).loss
     test[name] = evaluation.test_loss(params)
-    del params  # Memory holds one more copy at a time.
+    del params  # Frees this copy of the parameters before the next one is made.
   log.flush()
   more = {f"loss_{name}": losses[name] for name in ("mean", "first")}
   log.evaluation(c.train.steps, scores.numbers | more)
@@ -77,7 +77,7 @@ def make(
 
 
 def _numbers(c: Config, log: Log, losses: dict[str, float], scores: Scores) -> Json:
-  """The content of summary.json; bytes are those that one replica sends."""
+  """Returns the content of summary.json; bytes are those that one replica sends."""
   params, ledger, both = num_params(c.model), log.ledger, repeated(c.data)
   reference = sizes.all_reduce_bytes(c.replicas, params, c.train.steps)
   sent = log.sent(c.train.steps)
@@ -116,12 +116,12 @@ def _numbers(c: Config, log: Log, losses: dict[str, float], scores: Scores) -> J
 
 
 def note(c: Config) -> str:
-  """Warns of what makes the held-out loss misleading; "" if nothing does."""
+  """Returns warnings about a misleading held-out loss; "" if there are none."""
   return " ".join(filter(None, (_few_syncs(c) or _momentum(c), _in_both(c))))
 
 
 def _in_both(c: Config) -> str:
-  """Warns that held-out documents are also in the training text; "" if none is."""
+  """Returns a warning if held-out documents are in the training text too; else ""."""
   found = repeated(c.data)
   if not found or not found.documents:
     return ""
@@ -133,7 +133,7 @@ def _in_both(c: Config) -> str:
 
 
 def _few_syncs(c: Config) -> str:
-  """Warns that some fragments are rarely synchronised in this run; "" if none is."""
+  """Returns a warning if some fragments are rarely synchronised; else ""."""
   few = min(c.num_syncs(), default=_ENOUGH_SYNCS)
   if few >= _ENOUGH_SYNCS or c.outer.final_sync:
     return ""
@@ -145,7 +145,7 @@ def _few_syncs(c: Config) -> str:
 
 
 def _momentum(c: Config) -> str:
-  """Returns a warning if momentum is the papers' and the syncs are few; else ""."""
+  """Returns a warning if the outer momentum is high and syncs are few; else ""."""
   syncs = min(c.num_syncs(), default=_SYNCS_OF_09)
   found = call_text.parse("outer.optimizer", c.outer.optimizer)[1].get("momentum", 0)
   if found < 0.9 or syncs >= _SYNCS_OF_09:
@@ -162,14 +162,14 @@ def read(workdir: pathlib.Path, peers: Peers) -> Json | None:
 
 
 def set_aside(workdir: pathlib.Path, step: int, peers: Peers) -> None:
-  """When a finished run is extended, renames its summary to summary_STEP.json."""
+  """Renames the summary to summary_STEP.json, because its finished run is extended."""
   path = workdir / FILE
   if peers.index == 0 and path.exists():
     path.rename(workdir / f"summary_{step}.json")
 
 
 def report(workdir: pathlib.Path, summary: Json, text: str = "") -> None:
-  """Prints a summary and the paths of the files.
+  """Prints a summary and the paths of the run's files.
 
   Args:
     workdir: folder of the run.

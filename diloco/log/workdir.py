@@ -1,4 +1,4 @@
-"""Reads the folder of a run, also while the run goes on. No JAX."""
+"""Reads the folder of a run, even while the run trains. No JAX."""
 
 import os
 import pathlib
@@ -13,18 +13,19 @@ from diloco.spec import plugins
 from diloco.util import files
 from diloco.util.types import Json
 
-# `failed: ` precedes a run's error in its own log.txt when several runs train in one
-# process. The process prints `error: ` to the log.txt of the first run.
+# If several runs train in one process, `failed: ` stands before a run's error in the
+# log.txt of this run. `error: ` stands before an error of the process, in the log.txt
+# of the first run.
 FAILED = "failed: "
-# Fields whose value for a run of several sites is the sum over its sites.
+# Fields that are summed over the sites of a run.
 _SUMMED = ("replicas", "train.batch_size", "data.shards", "overlap.taus")
 _BLOCK = 1 << 16  # Bytes of one read from the end of a file.
 
 
 def parts_of(folder: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the folders of a run's parts, site-0, site-1, ...; else the folder itself.
+  """Returns the folders of a run's parts: site-0, site-1, ..., or the folder itself.
 
-  The list is empty if there is no metrics.jsonl.
+  The list is empty if no such folder has a metrics.jsonl.
   """
   parts = [path.parent for path in folder.glob(f"site-*/{metrics.FILE}")]
   if parts:
@@ -38,15 +39,15 @@ def read_config(folder: pathlib.Path) -> Json:
 
 
 def read_contents(folder: pathlib.Path) -> dict[str, str]:
-  """Reads what the losses of a run are of; {} for a run of an earlier version."""
+  """Reads the digests of a run's data; {} for a run of an earlier version."""
   return files.read_json(folder / metrics.CONTENTS) or {}
 
 
 def check_own(folder: pathlib.Path) -> None:
-  """Refuses a folder whose config.json is not that of a run, which would replace it.
+  """Refuses a folder whose config.json is not of a run: a run would overwrite it.
 
   Raises:
-    ConfigError: the folder is an export, or another program's.
+    ConfigError: the folder is an export, or the folder of another program.
   """
   if (saved := read_config(folder)) and "algorithm" not in saved:
     raise ConfigError(
@@ -56,7 +57,7 @@ def check_own(folder: pathlib.Path) -> None:
 
 
 def whole_config(parts: Sequence[pathlib.Path]) -> Config:
-  """Returns the config of a run, joined from those of its parts if it has several.
+  """Returns the config of a run, joined from its parts if there are several.
 
   Raises:
     ConfigError: a folder has no config, or this version cannot use it.
@@ -70,7 +71,7 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   transport = plugins.transport(configs[0].overlap.transport)
   summed = (*_SUMMED, *transport.summed)
   whole = {f: sum((v[f] for v in others), first[f]) for f in summed}
-  # Parts may have batches of their own, which some replicas or shards do not divide.
+  # Each part has its own batch size, so their sum may not be a multiple of `rows`.
   rows = whole["data.shards"] or whole["replicas"]
   whole["train.batch_size"] -= whole["train.batch_size"] % rows
   return changed(configs[0], whole) if others else configs[0]
@@ -79,13 +80,13 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
 def read(
   folder: pathlib.Path, *kinds: str, name: str = "WORKDIR", parts: bool = False
 ) -> tuple[Config, list[metrics.Kinds]]:
-  """Reads the config of a run, and the records of some kinds of each of its parts.
+  """Reads the config of a run, and some kinds of records of each of its parts.
 
   Args:
-    folder: that of the run.
+    folder: folder of the run.
     kinds: as for `metrics.read_kinds`.
     name: the flag or argument that gives the folder.
-    parts: whether the folder may be that of site-0, site-1, ...
+    parts: whether the folder may have the parts site-0, site-1, ...
 
   Raises:
     ConfigError: the folder has no run, or this version cannot use the run's config.
@@ -107,7 +108,7 @@ def title(c: Config | types.SimpleNamespace) -> str:
 
 
 def backwards(path: pathlib.Path) -> Iterator[bytes]:
-  """Yields the lines of a file from the last to the first; none without the file."""
+  """Yields the lines of a file from the last to the first; none if it is missing."""
   if not path.is_file():
     return
   with path.open("rb") as file:

@@ -10,7 +10,7 @@ import tqdm
 # JAX records these names right before and right after XLA compiles a program.
 _BEFORE = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _AFTER = "/jax/core/compile/backend_compile_duration"
-_PATIENCE = 2.0  # Seconds that a compilation takes before a line names it.
+_PATIENCE = 2.0  # Seconds of compilation until a line names the program.
 
 
 class _Clock(threading.local):

@@ -19,7 +19,8 @@ from diloco.mesh.sharding import mesh_of
 def divide_cpu(count: int) -> None:
   """Divides the CPU into devices, at most one for each core of this process.
 
-  Must come before anything else of JAX. XLA_FLAGS that already divide it win.
+  Call this before any other use of JAX. It does nothing if XLA_FLAGS already divide
+  the CPU.
   """
   count = min(count, len(os.sched_getaffinity(0)))
   flags = os.environ.get("XLA_FLAGS", "")
@@ -42,7 +43,7 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def layout(c: Config, n: int) -> tuple[int, int]:
-  """Divides n devices: derives `mesh.replica` and `mesh.fsdp` if they are 0.
+  """Divides n devices into axes; derives `mesh.replica` and `mesh.fsdp` if they are 0.
 
   Returns:
     The sizes of the axes replica and fsdp.
@@ -83,13 +84,13 @@ def replica_mesh(
   """Makes a mesh for a training loop of your own; see `diloco.streaming`.
 
   Args:
-    replicas: M. The axis `replica` gets the largest size that divides M, and for which
+    replicas: M. The size of the axis `replica` is the largest divisor of M for which
       there are enough devices.
     fsdp: devices that share one replica's parameters.
-    devices: default all; devices that do not fit are left out.
+    devices: default all; devices that do not fit into the mesh are left out.
 
   Raises:
-    ConfigError: `replicas` is no number of replicas, or there are fewer than `fsdp`
+    ConfigError: `replicas` is not an allowed number, or there are fewer than `fsdp`
       devices.
   """
   c = check_some({"replicas": replicas, "mesh.fsdp": fsdp})
@@ -120,7 +121,7 @@ def device_grid(devices: Sequence[jax.Device], replica: int, fsdp: int) -> np.nd
   order = lambda d: (_slice(d), d.process_index, d.id)
   by_slice = itertools.groupby(sorted(devices, key=order), _slice)
   slices = [list(part) for _, part in by_slice]
-  rows = replica // len(slices) or 1  # Per slice; a replica may take several slices.
+  rows = replica // len(slices) or 1  # Rows per slice; 1 if rows span slices.
   blocks = []
   for part in slices:
     block = np.asarray(part)

@@ -2,9 +2,9 @@
 
 import os
 
-# By prefix of jax.Device.device_kind: bfloat16 dense FLOP/s per chip, from the vendors'
-# data sheets, and the device memory in GiB (None: unknown). For a TPU, this is what XLA
-# gives to programs; for a GPU, what the driver reports.
+# {prefix of jax.Device.device_kind: (dense bfloat16 FLOP/s per chip, from the vendors'
+# data sheets; device memory in GiB, None: unknown)}. The memory of a TPU is the memory
+# that XLA gives to programs; the memory of a GPU is the memory that the driver reports.
 CHIPS = {
   "TPU v4": (275e12, None),
   "TPU v5 lite": (197e12, 15.75),

@@ -12,7 +12,7 @@ _STEP = (
   "a larger train.accumulate, model.remat=full, a smaller model.loss_chunk such as 256,"
   f" or {_SHARD}"
 )
-# {file or folder that called the program: (name of the program, what helps)}
+# {file or folder that called the program: (name of the program, remedy)}
 _PROGRAMS = {
   "algorithm/inner.py": ("the inner step", _STEP),
   "algorithm/method.py": ("an inner step or the first state", _STEP),
@@ -30,7 +30,7 @@ _PROGRAMS = {
 
 
 def explain(error: BaseException) -> str | None:
-  """Returns a sentence about an error that means out of memory; None for others."""
+  """Returns a sentence about an out-of-memory error; None for any other error."""
   text = str(error)
   exhausted = isinstance(error, jax.errors.JaxRuntimeError) and (
     "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
@@ -38,7 +38,8 @@ def explain(error: BaseException) -> str | None:
   if not (exhausted or isinstance(error, MemoryError)):
     return None
   name, remedy = "a program", f"a smaller train.batch_size, or {_SHARD}"
-  for frame in traceback.extract_tb(error.__traceback__):  # The innermost is last.
+  # The innermost frame comes last, so its program replaces those of earlier frames.
+  for frame in traceback.extract_tb(error.__traceback__):
     path = pathlib.Path(frame.filename)
     if path.is_relative_to(PACKAGE):
       name_here = path.relative_to(PACKAGE).as_posix()

@@ -1,4 +1,4 @@
-"""The modes of JAX in which this package computes, whatever a host program sets."""
+"""Sets the modes of JAX in which this package computes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from diloco.errors import ConfigError
 
 @contextlib.contextmanager
 def plain_modes() -> Iterator[None]:
-  """Lets JAX compute as this package expects; a decorator, or a block on one thread.
+  """Sets the modes for a `with` block on this thread, or for a decorated function.
 
-  A host program may set JAX_ENABLE_X64, strict promotion of dtypes or ranks, another
-  generator of random numbers, a transfer guard, or JAX_DISABLE_JIT, for code of its
-  own. Here every dtype comes from the config or from the user's arrays, random numbers
-  depend on seeds only, and a sync without jit would take minutes. Other modes that find
-  errors, such as JAX_DEBUG_NANS, stay as they are.
+  For its own code, the user's program may set JAX_ENABLE_X64, strict promotion of
+  dtypes or ranks, another generator of random numbers, a transfer guard, or
+  JAX_DISABLE_JIT. In this package every dtype comes from the config or from the user's
+  arrays, random numbers depend on seeds only, and a sync without jit would take
+  minutes. Other modes that find errors, such as JAX_DEBUG_NANS, stay as they are.
   """
   with (
     jax.enable_x64(False),
@@ -37,7 +37,7 @@ def training_modes() -> Iterator[None]:
   Raises:
     ConfigError: JAX_DISABLE_JIT is set, so the user expects inner steps without jit.
   """
-  # The ignore is for jax 0.10; jax 0.12 shows type checkers its options.
+  # Type checkers know this option with jax 0.12, but not with jax 0.10.
   if jax.config.jax_disable_jit:  # type: ignore[attr-defined, unused-ignore]
     raise ConfigError(
       "JAX_DISABLE_JIT is set, but the trainer needs jit; unset it, and print values of"

@@ -1,11 +1,11 @@
-"""How every array is sharded over the replica x fsdp mesh.
+"""Defines how every array is sharded over the replica x fsdp mesh.
 
 DrJAX maps over the axis `replica`, which has slow links. The axis `fsdp` has fast links
-and shards each replica: of every parameter it shards the first axis after the layer
-axis. If fsdp does not divide that axis, every device of the replica holds the whole
-tensor (`diloco.spec.shapes.sharded_axis`).
+and shards each replica: it shards every parameter along the first axis after the layer
+axis. If the size of fsdp does not divide this axis, every device of the replica holds
+the whole tensor (`diloco.spec.shapes.sharded_axis`).
 
-A tree of parameters may have one more axis in front, a leading axis:
+A tree of parameters may have one more axis in front, the leading axis:
   (REPLICA,)  parameters of M replicas, one replica per coordinate of `replica`
   (None,)     the one model of data-parallel, copied to every coordinate
   ()          no such axis: outer parameters, copied to every coordinate
@@ -28,7 +28,7 @@ REPLICA, FSDP = "replica", "fsdp"
 BOTH = (REPLICA, FSDP)
 
 Result = TypeVar("Result")
-# The mesh axis of the leading axis: one of the three tuples above.
+# The mesh axis of the leading axis: one of the three tuples in this file's docstring.
 Leading = tuple[str | None, ...]
 
 
@@ -115,7 +115,7 @@ def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 def local_parts(x: jax.Array) -> np.ndarray:
-  """Copies the parts that this process holds to a host array; the rest is zero."""
+  """Copies the parts that this process holds to a host array; other values are zero."""
   whole = np.zeros(x.shape, x.dtype)
   for shard in x.addressable_shards:
     whole[shard.index] = np.asarray(shard.data)

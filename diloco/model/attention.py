@@ -1,13 +1,13 @@
-"""Causal self-attention by the kernel that suits the device of a program.
+"""Computes causal self-attention by a kernel that suits the device of the program.
 
 xla     `jax.nn.dot_product_attention`; keeps all scores, so memory grows with L^2
 splash  Pallas kernel for TPUs; keeps no scores, skips the blocks above the diagonal
 cudnn   flash attention of cuDNN for NVIDIA GPUs; keeps no scores
 
-Softmax is in float32 in all of them. With bfloat16 inputs, xla and cudnn round the
-softmax's weights to bfloat16 before the product with the values; splash does not.
-splash and xla on CPUs scale the queries in their own dtype; the others scale the scores
-in float32.
+All three kernels compute the softmax in float32. With bfloat16 inputs, xla and cudnn
+round the softmax's weights to bfloat16 before the product with the values; splash does
+not. Splash, and xla on CPUs, scale the queries in their own dtype. Cudnn, and xla on
+other devices, scale the scores in float32.
 
 Letters: B sequences, L positions, H heads of queries, G heads of keys and values, K
 head size. Query head h reads head h // (H / G) of the keys and values.
@@ -25,7 +25,8 @@ from diloco.mesh import sharding
 from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line
 
-# Beginnings of device kinds: where a kernel works, and where `auto` chooses it.
+# {kernel: prefix of the device kinds that can run the kernel}, and {kernel: prefixes of
+# the device kinds for which `auto` chooses the kernel}.
 _KINDS = {"splash": "TPU", "cudnn": "NVIDIA"}
 _AUTO = {"splash": ("TPU",), "cudnn": ("NVIDIA A100", "NVIDIA H100", "NVIDIA H200")}
 # Block sizes of splash, in positions: multiples of the 128 lanes of a TPU.
@@ -40,31 +41,31 @@ def attend(
   segment_BxL: jax.Array | None,
   batch_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-  """Computes causal self-attention, scores over sqrt(K).
+  """Computes causal self-attention; scores are divided by sqrt(K).
 
   Args:
     m: the architecture; `model.attention` chooses the kernel, see `choose`.
     q_BxLxHxK: queries, in m.dtype.
     k_BxLxGxK: keys.
     v_BxLxGxK: values.
-    segment_BxL: int32 index of each position's document, of which it sees no other;
-      None: it sees all earlier positions.
+    segment_BxL: int32 index of each position's document; a position sees its own
+      document only. None: a position sees all earlier positions.
     batch_axes: mesh axes that shard B.
 
   Returns:
     (B, L, H, K) in the dtype of the values.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  # The mesh knows the devices that the program is compiled for, also in a dry run.
+  # The mesh knows the devices that the program is compiled for, even in a dry run.
   device = mesh.abstract_device or jax.devices()[0]
   name = choose(m, device.device_kind, q_BxLxHxK.shape[1])
-  # Grouped heads are repeated, because the kernels take one head per query head.
+  # Repeats grouped heads: the kernels take one key-value head per query head.
   copies = q_BxLxHxK.shape[2] // k_BxLxGxK.shape[2]
   repeated = lambda x: jnp.repeat(x, copies, axis=2) if copies > 1 else x
   args = (q_BxLxHxK, repeated(k_BxLxGxK), repeated(v_BxLxGxK), segment_BxL)
   if name == "xla":
     return _xla_for_cpu(*args) if device.platform == "cpu" else _of_jax(*args)
-  # A CPU interprets the TPU's kernel, for tests.
+  # In tests, a CPU interprets the TPU's kernel.
   on_tpu = functools.partial(_splash, interpret=device.platform == "cpu")
   kernel = on_tpu if name == "splash" else _cudnn
   if mesh.empty:
@@ -75,13 +76,13 @@ def attend(
 
 
 def choose(m: ModelConfig, kind: str, length: int | None = None) -> str:
-  """Returns the attention that `model.attention` means on a kind of device.
+  """Returns the kernel that `model.attention` chooses on a kind of device.
 
   Args:
     m: the architecture.
     kind: as in `jax.Device.device_kind`.
-    length: positions of a sequence; None: seq_len. xla computes the shorter sequences
-      of tasks if their length does not suit the kernel.
+    length: positions of a sequence; None: seq_len. Sequences of tasks can be
+      shorter; xla computes them if their length does not suit the kernel.
   """
   length = length or m.seq_len
   if m.attention != "auto":
@@ -96,7 +97,7 @@ def check(m: ModelConfig, kind: str) -> None:
   """Refuses a `model.attention` that cannot work on a kind of device.
 
   Raises:
-    ConfigError: gives the reason.
+    ConfigError: the attention cannot work here; the message says why.
   """
   name = m.attention
   reason = _obstacle(m, name, m.seq_len)
@@ -107,13 +108,14 @@ def check(m: ModelConfig, kind: str) -> None:
 
 
 def _obstacle(m: ModelConfig, name: str, length: int) -> str:
-  """Returns why a kernel cannot compute sequences of a length; "" if it can."""
+  """Returns why a kernel cannot compute sequences of this length; "" if it can."""
   if name != "cudnn":
     return _length_obstacle(name, length)
   if m.dtype != "bfloat16":
     return f"needs model.dtype=bfloat16, and model.dtype is {m.dtype}"
   if m.segment_masks:
-    # cuDNN's rule for vmap fails with a mask of all heads, which has L^2 values anyway.
+    # The vmap rule of cuDNN fails with one mask for all heads. Such a mask also has L^2
+    # values, so it would need much memory.
     return "cannot mask documents, and model.segment_masks is true"
   one = jax.ShapeDtypeStruct((1, length, m.num_heads, m.head_size), m.dtype)
   try:
@@ -152,9 +154,9 @@ def _xla_for_cpu(
   v_BxLxHxK: jax.Array,
   segment_BxL: jax.Array | None,
 ) -> jax.Array:
-  """The same as `_of_jax`, in the form that XLA compiles well for CPUs.
+  """Computes the same as `_of_jax`, in a form that XLA for CPU compiles to fast code.
 
-  Heads come first, and the queries are scaled instead of the scores.
+  The axis of heads comes first, and the queries are scaled instead of the scores.
   """
   heads_first = (x.swapaxes(1, 2) for x in (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK))
   q_BxHxLxK, k_BxHxLxK, v_BxHxLxK = heads_first
@@ -185,7 +187,7 @@ def _splash(
   segment_BxL: jax.Array | None,
   interpret: bool,
 ) -> jax.Array:
-  # Takes 0.3 s to import.
+  # Imported here, because the import takes 0.3 s.
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   _, length, heads, size = q_BxLxHxK.shape

@@ -1,7 +1,7 @@
 """The papers' decoder: Chinchilla-style as in NanoDO, with QK-LayerNorm.
 
-Pre-LayerNorm, learned positions, GELU feed-forward, tied head, no biases. The stack of
-blocks, the cache and the losses are in `diloco.model.transformer`.
+It has pre-LayerNorm, learned positions, a GELU feed-forward, a tied head and no biases.
+The stack of blocks, the cache and the losses are in `diloco.model.transformer`.
 
 Parameters: `diloco.spec.shapes.decoder`. Letters: B sequences, L positions, D width, H
 heads, K head size, F feed-forward width, V vocabulary.
@@ -17,7 +17,7 @@ from diloco.model import transformer
 from diloco.model.transformer import Cache, Part, Place, by_sequence, linear, table
 from diloco.spec.fields import ModelConfig
 
-# An export's config.json contains this, for programs that rebuild the model.
+# An export's config.json contains this text for programs that rebuild the model.
 DESCRIPTION = {
   "embedding": "embed.tokens (V, D) + embed.positions (L, D); BOS (id 2) comes first",
   "blocks": (
@@ -73,7 +73,7 @@ class FeedForward(Part):
 
 
 class Block(transformer.Block):
-  """Attention and feed-forward of this file; `Decoder` repeats the block N times."""
+  """The block that `Decoder` repeats: attention and feed-forward of this file."""
 
   Attention, FeedForward, norm = Attention, FeedForward, staticmethod(_norm)
 

@@ -1,4 +1,4 @@
-"""Cross entropy and z-loss of every token, in chunks of positions.
+"""Computes cross entropy and z-loss of every token, in chunks of positions.
 
 Letters: B sequences, L positions, C positions per chunk, T = B*C tokens, D width, V
 vocabulary.
@@ -32,9 +32,9 @@ def token_losses(
     x_BxLxD: hidden states.
     head_VxD: weights of the head; cast to the dtype of the hidden states.
     targets_BxL: int32 ids to predict.
-    chunk: positions C per chunk, a divisor of L; 0 takes all at once.
-    batch_axes: mesh axes that shard B; the logits keep this sharding. Otherwise XLA may
-      shard the vocabulary over the replicas, with an all-to-all per chunk.
+    chunk: positions C per chunk, a divisor of L; 0: all positions are one chunk.
+    batch_axes: mesh axes that shard B; the logits keep this sharding. Without it, XLA
+      may shard the vocabulary over the replicas, with an all-to-all per chunk.
 
   Returns:
     (-log p(target) in nats, log(Z)^2), float32 [B, L] each.
@@ -55,7 +55,7 @@ def token_losses(
 def mean_objective(
   nll_BxL: jax.Array, z2_BxL: jax.Array, z_loss: float
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the means over the tokens of nll + z_loss * log(Z)^2, and of nll."""
+  """Returns two means over the tokens: of nll + z_loss * log(Z)^2, and of nll."""
   nll = nll_BxL.mean()
   return nll + z_loss * z2_BxL.mean(), nll
 
@@ -69,7 +69,7 @@ def objective(
   chunk: int = 0,
   batch_axes: Axes = (),
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes what training minimises: `mean_objective` of `token_losses`.
+  """Computes the objective of training: `mean_objective` of `token_losses`.
 
   The forward pass also forms the gradient of the logits, chunk by chunk, and multiplies
   it by the head and by the hidden states: three matrix products per chunk. A backward
@@ -87,7 +87,7 @@ def objective(
   return mean_objective(*losses, z_loss)
 
 
-# Objective and mean cross entropy; their gradients for the hidden states and the head.
+# ((objective, mean cross entropy), the objective's gradients by hidden states and head)
 WithGradients = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -102,7 +102,7 @@ def _forward(
   rest = (targets_BxL.size, z_loss, chunk, batch_axes)
   local: Callable[..., WithGradients] = functools.partial(_local, *rest)
   if batch_axes:
-    # Each shard sums its chunks; then one reduction sums the shards.
+    # Each device adds up its chunks; then one reduction adds up the devices' sums.
     one, rows = P(), P(batch_axes)
     specs = (rows, one, rows), ((one, one), (rows, one))
     local = sharding.on_each_device(local, *specs)
@@ -139,8 +139,8 @@ def _local(
     hit_TxV = jnp.arange(len(w_VxD)) == targets_BxC.reshape(-1, 1)
     g_TxV = ((p_TxV - hit_TxV) / tokens).astype(w_VxD.dtype)
     grad_TxD = dot("tv,vd->td", g_TxV, w_VxD).astype(w_VxD.dtype)
-    # XLA for CPU is fast at this product only if the transposes, here and after the
-    # loop, are arrays of their own.
+    # XLA for CPU is fast at this product only if the transposed arrays, here and after
+    # the loop, are separate arrays in memory.
     x_DxT = jax.lax.optimization_barrier(x_BxCxD.reshape(grad_TxD.shape).T)
     grad_DxV += dot("dt,tv->dv", x_DxT, g_TxV)
     sums = (log_z_T - target_T).sum(), jnp.square(log_z_T).sum()
@@ -175,8 +175,8 @@ objective.defvjp(_forward, _backward)
 def _logits(
   x_BxCxD: jax.Array, w_VxD: jax.Array, targets_BxC: jax.Array, batch_axes: Axes = ()
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns float32 logits (T, V), and those of the targets (T,)."""
-  # Two axes, because XLA for CPU is slow at the gradients of products with more.
+  """Returns the logits of all ids (T, V) and of the targets (T,), float32."""
+  # XLA for CPU is slow at the gradients of products with more than two axes.
   x_TxD, targets_T = x_BxCxD.reshape(-1, x_BxCxD.shape[-1]), targets_BxC.reshape(-1)
   logits_TxV = jnp.einsum("td,vd->tv", x_TxD, w_VxD, preferred_element_type=jnp.float32)
   if batch_axes:
@@ -191,7 +191,7 @@ def _kept(a: jax.Array) -> jax.Array:
 
 
 def _chunks(a: jax.Array, chunk: int) -> jax.Array:
-  """Splits (B, L, ...) into (L / C, B, C, ...): the sequences may be sharded."""
+  """Splits (B, L, ...) into (L / C, B, C, ...); B stays whole, as it may be sharded."""
   split = a.reshape(a.shape[0], -1, chunk or a.shape[1], *a.shape[2:])
   return jnp.moveaxis(split, 1, 0)
 

@@ -1,6 +1,6 @@
-"""Architectures by name. `Model` has all functions that the package calls.
+"""Finds an architecture by its name; `Model` lists what an architecture provides.
 
-To add one, write its functions in one file, then call
+To add an architecture, write its functions in one file, then call
 `register("model.name", name, Architecture(functions, parameters))`.
 """
 
@@ -21,10 +21,10 @@ Position = int | Array
 class Model(Protocol):
   """The functions of an architecture, as `diloco.model.transformer` documents them.
 
-  Two more are for weights of other programs; an architecture may leave them out:
+  Two optional members read and write weights of other programs:
 
-    read(m, tokenizer, folder): returns {field: value} of the fields that a folder for
-      init.checkpoint fixes, and an iterator of (name, array) with the tensors of
+    read(m, tokenizer, folder): returns {field: value} of the fields that the folder of
+      init.checkpoint determines, and an iterator of (name, array) with the tensors of
       `shapes.parameters`, in any float type.
     FORMATS: {`export --format`: write}, where write(model, tokenizer, folder, dtype)
       writes an `interop.load.Model` and returns the names of its files.

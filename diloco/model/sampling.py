@@ -31,7 +31,7 @@ def generate(
     params: parameters of one replica.
     prompt_ids: ids of the prompt, without BOS; may be empty.
     length: the largest number of new tokens.
-    temperature: 0 is greedy.
+    temperature: 0 always takes the most likely token.
     seed: seed of the random draws.
     top_k: draws only from the `top_k` most likely tokens; 0: from all tokens.
 
@@ -60,7 +60,7 @@ def generate(
   return new
 
 
-# How many tokens are drawn; these, int32 [L]; logits of the next, float32 [V]; cache.
+# Number of drawn tokens; the tokens, int32 [L]; next logits, float32 [V]; cache.
 Carry = tuple[jax.Array | int, jax.Array, jax.Array, PyTree]
 
 
@@ -111,7 +111,8 @@ def sample(
     logits_V: float32.
     key: PRNG key.
     temperature: 0 takes the most likely token; less than 1e-6 counts as 1e-6.
-    top_k: number of tokens to draw from, plus all that tie with the last; 0: all.
+    top_k: number of tokens to draw from; tokens as likely as the last of these can be
+      drawn too. 0: all tokens.
   """
   if top_k:
     least = jax.lax.top_k(logits_V, top_k)[0][-1]

@@ -1,10 +1,10 @@
-"""What decoders of all kinds share: the stack of blocks, its cache, and the losses.
+"""The parts that all decoders share: the stack of blocks, its cache, and the losses.
 
 Layers are stacked on a leading axis and scanned. So compile time does not grow with
 depth, and a fragment is a set of layer indices. Logits and softmax are in float32.
 
-A file such as `diloco.model.decoder` gives the parts: the module `embed`, with
-everything outside the blocks, and the module `blocks`, which the stack repeats.
+A file such as `diloco.model.decoder` gives two modules: `Embed` has everything outside
+the blocks, and `Block` is the block that the stack repeats.
 
 Letters: B sequences, L positions, D width, H query heads, G heads of keys and values,
 K head size, V vocabulary, N layers, S cached positions.
@@ -32,13 +32,13 @@ Cache = dict[str, jax.Array]
 
 
 class Place(NamedTuple):
-  """Where the given ids stand in their text.
+  """The positions of the given ids in their text.
 
   Attributes:
     start: int32, position of the first id in the cache; None if there is no cache.
     segment_BxL: int32 index of each position's document; None: one document.
-    position_BxL: int32 positions in the documents; None: from `start` or 0 on.
-    rotation: cosines and sines of the positions, for architectures that rotate.
+    position_BxL: int32 positions in the documents; None: counted from `start` or 0.
+    rotation: cosines and sines of the angles by which queries and keys are rotated.
   """
 
   start: jax.Array | int | None = None
@@ -63,7 +63,7 @@ class Block(Part):
   """Pre-norm transformer block, made of the parts that a subclass names.
 
   `Attention`, a module, takes (x_BxLxD, cache, place) and returns hidden states and the
-  new cache, as the block does. `FeedForward`, a module, takes x_BxLxD.
+  new cache, like `Block.__call__`. `FeedForward`, a module, takes and returns x_BxLxD.
   """
 
   Attention: ClassVar[type[nn.Module]]
@@ -90,8 +90,8 @@ class Block(Part):
 class Transformer(Part):
   """Maps input ids to the hidden states before the head.
 
-  `Embed` makes hidden states from (ids_BxL, place), and adds to the place what all
-  blocks need of the positions; `norm` is its final norm.
+  `Embed` takes (ids_BxL, place). It returns hidden states, and `place` with all that
+  the blocks need to know about positions. `Embed.norm` is the final norm.
   """
 
   Embed: ClassVar[type[nn.Module]]
@@ -101,7 +101,8 @@ class Transformer(Part):
     self.embed = self.Embed(self.m, self.batch_axes)
     unroll = self.m.unroll or self.m.num_layers
     policy = _is_product if self.m.remat == "dots" else None
-    # Outside a loop, XLA would merge the recomputation with the forward pass.
+    # Without prevent_cse, XLA would merge the recomputation of unrolled layers with the
+    # forward pass.
     remat = functools.partial(nn.remat, prevent_cse=unroll > 1, policy=policy)
     block = self.Block if self.m.remat == "none" else remat(self.Block)
     stack = nn.scan(
@@ -143,7 +144,8 @@ class Transformer(Part):
 def _is_product(primitive: Primitive, *args: Any, **params: Any) -> bool:
   """Returns whether `remat=dots` keeps the results of an operation.
 
-  These are matrix products, and the kernels of cudnn and splash, which contain some.
+  It keeps results of matrix products, and of the kernels of cudnn and splash, which
+  contain matrix products.
   """
   kernels = ("dot_product_attention_fwd", "pallas_call")
   dots = jax.checkpoint_policies.dots_saveable
@@ -153,7 +155,7 @@ def _is_product(primitive: Primitive, *args: Any, **params: Any) -> bool:
 def init(module: type[Transformer], m: ModelConfig, key: jax.Array) -> Params:
   """Draws the first parameters of one replica."""
   ids_BxL = jnp.zeros((1, m.seq_len), jnp.int32)
-  m = dataclasses.replace(m, unroll=1)  # Draws the same, and compiles faster.
+  m = dataclasses.replace(m, unroll=1)  # Draws the same values, but compiles faster.
   return dict(module(m).init(key, ids_BxL)["params"])
 
 
@@ -164,11 +166,11 @@ def losses(
   tokens_BxL: jax.Array,
   batch_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes every token's cross entropy and squared log-partition, given its past.
+  """Computes the cross entropy and squared log-partition of every token.
 
   Args:
     module: the decoder.
-    m: its sizes.
+    m: the sizes of the decoder.
     params: parameters of one replica.
     tokens_BxL: int32; BOS is put before the first token.
     batch_axes: mesh axes that shard B. Activations keep this sharding, so XLA gathers
@@ -188,7 +190,7 @@ def objective(
   tokens_BxL: jax.Array,
   batch_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes what training minimises: the mean of nll + z_loss * log(Z)^2.
+  """Computes the objective of training: the mean of nll + z_loss * log(Z)^2.
 
   Args: as in `losses`.
 
@@ -206,7 +208,7 @@ def _before_loss(
   tokens_BxL: jax.Array,
   batch_axes: tuple[str, ...],
 ) -> tuple[jax.Array, jax.Array, int]:
-  """Returns hidden states, head and the loss's chunk."""
+  """Returns the hidden states, the head, and the chunk of the loss."""
   ids_BxL = jnp.pad(tokens_BxL[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
   x_BxLxD, _ = module(m, batch_axes).apply({"params": params}, ids_BxL)
   # Sequences of tasks may be shorter than seq_len. A chunk must divide their length.
@@ -214,7 +216,7 @@ def _before_loss(
 
 
 def _head(params: Params) -> jax.Array:
-  """Returns the head (V, D), which is the token embedding unless it has its own."""
+  """Returns the head (V, D); without a tensor of its own, it is the token embedding."""
   return params["embed"].get("head", params["embed"]["tokens"])
 
 
@@ -222,7 +224,7 @@ def init_cache(m: ModelConfig, batch: int, heads: int = 0) -> Cache:
   """Makes an empty key-value cache {'k', 'v'}, each (N, B, S, G, K) in m.dtype.
 
   Args:
-    heads: G; 0: as many as queries have.
+    heads: G; 0: the number of query heads.
   """
   shape = (m.num_layers, batch, m.seq_len, heads or m.num_heads, m.head_size)
   return {name: jnp.zeros(shape, jnp.dtype(m.dtype)) for name in ("k", "v")}
@@ -241,12 +243,12 @@ def logits(
 
   Args:
     module: the decoder.
-    m: its sizes.
+    m: the sizes of the decoder.
     params: parameters of one replica.
     ids_BxL: int32 input ids at positions start, ..., start + L - 1.
     cache: from `init_cache` or the last call; old entries from `start` on are unused.
     start: int32; start + L must not exceed seq_len (not checked).
-    at: int32, index of the id before that token, among the L ids.
+    at: int32, index of this given id among the L ids.
 
   Returns:
     Logits float32 [B, V], and the extended cache.
@@ -311,14 +313,14 @@ def by_sequence(module: Part, x_BxLxD: jax.Array) -> jax.Array:
 
 
 def linear(module: Part, name: str, x: jax.Array, features: int) -> jax.Array:
-  """Computes x @ W, W (in, out) cast to x's dtype; there is no bias."""
+  """Computes x @ W without a bias; W (in, out) is cast to the dtype of x."""
   kernel = module.param(
     name,
     nn.initializers.xavier_uniform(),
     (x.shape[-1], features),
     jnp.dtype(module.m.param_dtype),
   )
-  # Two axes, because XLA for CPU is slow at the gradients of products with more.
+  # XLA for CPU is slow at the gradients of products with more than two axes.
   y = x.reshape(-1, x.shape[-1]) @ kernel.astype(x.dtype)
   return y.reshape(*x.shape[:-1], features)
 

@@ -1,7 +1,7 @@
-"""Checks, before anything compiles, that all processes of a run compute the same.
+"""Checks before anything compiles: all processes of a run must run the same program.
 
-JAX does not notice that processes run different programs. They would go on with a
-mixture of two configs, or wait for each other forever.
+JAX does not notice that processes run different programs. The processes would go on
+with a mixture of two configs, or wait for each other forever.
 """
 
 import hashlib
@@ -20,21 +20,21 @@ from diloco.errors import ConfigError
 from diloco.processes.peers import Peers
 from diloco.spec import plugins
 
-# A result depends on these packages: grain orders the text, sentencepiece cuts it.
+# A run's result depends on these packages: grain orders, sentencepiece tokenises text.
 _PACKAGES = ("jax", "jaxlib", "numpy", "optax", "flax", "grain", "sentencepiece")
-_SHOWN = 4  # Most differences in a message.
+_SHOWN = 4  # Largest number of differences in a message.
 
 
 def check_same(peers: Peers, mine: Mapping[str, Any], remedy: str) -> None:
-  """Refuses processes that differ; all processes must call it.
+  """Refuses processes that differ in `mine`; all processes must call this function.
 
   Args:
     peers: the processes of the run.
-    mine: {what: JSON value of this process}.
-    remedy: what the user can do.
+    mine: {name: JSON value of this process}.
+    remedy: what the user can do, for the error message.
 
   Raises:
-    ConfigError: names the first process that differs from process 0, and in what.
+    ConfigError: a process differs from process 0; the message has the differences.
   """
   first, *others = peers.all_gather(json.loads(json.dumps(mine)))
   for p, theirs in enumerate(others, start=1):
@@ -48,7 +48,7 @@ def check_same(peers: Peers, mine: Mapping[str, Any], remedy: str) -> None:
 
 
 def check_same_program(c: Config, peers: Peers) -> None:
-  """Refuses processes with other configs, code, packages or devices.
+  """Refuses processes whose config, code, packages or kinds of device differ.
 
   Raises:
     ConfigError: see `check_same`.
@@ -64,7 +64,7 @@ def check_same_program(c: Config, peers: Peers) -> None:
 
 
 def made_with(c: Config) -> dict[str, str]:
-  """Returns what a result depends on besides config and text: versions and code.
+  """Returns the versions and the code on which a result depends, besides the config.
 
   Returns:
     {a package, diloco or a plug-in, in words: its version, or a digest of its files}.

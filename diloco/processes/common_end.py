@@ -1,11 +1,12 @@
 """Ends all processes of a run after the same launch of the training program.
 
-A signal may reach one process or all, in the middle of any launch. Process 0 then asks
-every process how many launches it has finished. All end after the launch that follows
-the largest number. Between its answer and this decision a process finishes no launch.
+A signal may reach one process or all processes, in the middle of any launch. Process 0
+then asks every process how many launches it has finished. If n is the largest answer,
+all processes end after launch n + 1. A process that has answered finishes no launch
+before process 0 has told this number.
 
-JAX's preemption service does the same, but hides SIGTERM from Python. With it, SIGTERM
-could not end a process that waits in JAX for a lost process.
+JAX's preemption service does the same, but hides SIGTERM from Python. With the service,
+SIGTERM could not end a process that waits in JAX for a lost process.
 """
 
 import threading
@@ -13,8 +14,8 @@ import time
 
 from diloco.processes.peers import Peers
 
-# Seconds after which a process ends that cannot agree with the others. Launchers give
-# two minutes before they kill.
+# Seconds. A process ends if it cannot agree with the others in this time plus its
+# longest launch. Launchers wait two minutes before they kill a process.
 PATIENCE = 90.0
 
 
@@ -28,19 +29,20 @@ class CommonEnd:
   def __init__(self, peers: Peers):
     self.asked, self._over = False, False
     self._peers, self._launches, self._last = peers, 0, 0
-    self._answers = dict[int, int]()  # On process 0: {process: its launches}.
-    self._began, self._longest = time.monotonic(), 0.0  # Seconds of a launch.
+    self._answers = dict[int, int]()  # On process 0: {process: launches}.
+    self._began, self._longest = time.monotonic(), 0.0  # Longest launch, seconds.
     self._change = threading.Condition()
     self._timer: threading.Timer | None = None
     threading.Thread(target=self._serve, daemon=True).start()
 
   def ask(self, reason: str) -> None:
-    """Asks all processes to end; the first call counts. Any thread may call it.
+    """Asks all processes to end; only the first call counts. Any thread may call this.
 
-    If they do not agree in time, this process and then the others end in an error.
+    If the processes do not agree in time, first this process and then the others end
+    with an error.
 
     Args:
-      reason: what asks, for the message.
+      reason: such as SIGTERM, for the error message.
     """
     with self._change:  # Several threads may call at the same time.
       if self._timer or self._over:
@@ -55,7 +57,7 @@ class CommonEnd:
       self._peers.news.put((0, "end?", None))
 
   def after_launch(self) -> bool:
-    """Returns whether all end now; every process calls it after each launch."""
+    """Returns whether all processes end now; each calls this after every launch."""
     with self._change:
       self._change.wait_for(lambda: self._last or not self.asked)
       self._launches += 1
@@ -67,7 +69,7 @@ class CommonEnd:
     return ends
 
   def over(self) -> None:
-    """Stops the timer: nothing is left to agree on, so what follows may take long."""
+    """Stops the timer: the agreement is over, and the end of the run may take long."""
     with self._change:
       self._over = True
       if self._timer:
@@ -79,13 +81,13 @@ class CommonEnd:
     self._peers.news.put((self._peers.index, "closed", None))
 
   def _serve(self) -> None:
-    """Answers the other processes, also while this one waits in JAX."""
+    """Answers the other processes, even while this process waits in JAX."""
     while True:
       p, kind, value = self._peers.news.get()
       if kind == "closed":
         return
       with self._change:
-        if kind == "end?" and not self.asked:  # On process 0.
+        if kind == "end?" and not self.asked:  # Only process 0 gets this kind.
           self._peers.send("launches?", None)
           self._answers[0] = self._launches
         elif kind == "launches?":

@@ -1,4 +1,4 @@
-"""How a run of several processes starts, and shares a folder."""
+"""Starts a run of several processes, and shares a folder between them."""
 
 import contextlib
 import pathlib
@@ -14,8 +14,9 @@ from diloco.processes.streams import listened, reached
 from diloco.util import files
 from diloco.util.command import free_port
 
-# Seconds after which JAX itself aborts a run whose process is gone. Long, because
-# `Peers` notices this earlier, and because a process may be suspended for a while.
+# After so many seconds without a sign of life from a process, JAX itself aborts the
+# run. This time is long, because `Peers` notices a lost process earlier, and because a
+# process may be suspended for a while.
 _HEARTBEAT = 600
 
 
@@ -26,13 +27,14 @@ def initialize(
   auto: bool = False,
   timeout: int = 300,
 ) -> Peers:
-  """Joins the other processes of a run; must come before anything else of JAX.
+  """Joins the other processes of a run; call it before any other function of JAX.
 
   Args:
     coordinator: host:port of process 0. None, without `auto`: this process is alone.
     num_processes: number of processes.
     process_id: number of this process.
-    auto: whether JAX finds these three, on Slurm, Open MPI, GKE or Cloud TPU.
+    auto: whether JAX finds the three arguments above, on Slurm, Open MPI, GKE or Cloud
+      TPU.
     timeout: seconds to wait for all processes.
 
   Raises:
@@ -68,10 +70,10 @@ def initialize(
   if count == 1:
     return Peers()
   host = f"[{host.strip('[]')}]" if ":" in host else host
-  # Before JAX starts, which waits until the time-out for a process that dies now.
+  # Connects `Peers` before JAX, which would wait for a dead process until its time-out.
   peers = Peers.meet(f"{host}:{port}", count, index, timeout)
   address = reached(f"{host}:{peers.broadcast(free_port())}")
-  # Otherwise the CPU devices of different processes cannot exchange anything.
+  # Without gloo, the CPU devices of different processes cannot exchange anything.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.config.update("jax_enable_preemption_service", False)  # `CommonEnd` replaces it.
 

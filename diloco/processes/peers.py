@@ -1,15 +1,15 @@
 """The channel between the processes of a run, in addition to JAX's runtime.
 
 JAX carries the tensors. Each process also keeps one gRPC stream to process 0, from the
-start of the run to its end. It carries small values, such as metrics and data
-positions, and the news that a process failed or is gone. No inner step waits for it.
+start of the run to its end. The stream carries small values, such as metrics and data
+positions, and the news that a process failed or is gone. No step waits for the stream.
 
-JAX's coordination service cannot take its place (jax 0.10.2): it has no public API, it
-aborts a process without an error that Python could catch, and it notices a lost process
-by missed heartbeats, which a suspended process misses too. With heartbeats of 10 s, the
-other process of two noticed after 9.3 s that one was killed; a stream breaks after
-0.01 s. `multihost_utils` gathers arrays of one shape on the devices, after the steps
-that were launched before.
+JAX's coordination service cannot replace the streams (jax 0.10.2). It has no public
+API, and it aborts a process without an error that Python could catch. It notices a lost
+process by missed heartbeats, but a suspended process misses heartbeats, too. With two
+processes and heartbeats of 10 s, a process noticed after 9.3 s that the other process
+was killed; a stream breaks after 0.01 s. `multihost_utils` cannot replace the streams
+either: it gathers arrays of one shape on the devices, after all launched steps.
 """
 
 import contextlib
@@ -30,26 +30,28 @@ from diloco.processes import streams
 from diloco.processes.streams import Box, outgoing, packed
 from diloco.util.files import shown
 
-_GRACE = 5.0  # Seconds to wait for the errors of others, which may explain this one.
+# Seconds to wait for errors of other processes, which may cause this process's error.
+_GRACE = 5.0
 # Seconds to wait for a value of a process that is connected but does not send it.
 PATIENCE = 1800.0
-_BEAT = 10.0  # Seconds between two messages, of which some are empty.
-_HELLO_S = 10.0  # Seconds in which whoever opens a stream must say who comes.
+_BEAT = 10.0  # Seconds of silence after which an empty message is sent.
+_HELLO_S = 10.0  # Seconds in which the first message of a new stream must come.
 _SERVICE, _METHOD = "diloco.Peers", "Talk"
 _OPTIONS = (
   # A connection breaks when a machine has confirmed nothing for 30 s. gRPC's own pings
-  # would also break it to a suspended process, so gRPC pings only once a day.
+  # would also break the connection to a suspended process, so they come once a day.
   ("grpc.keepalive_timeout_ms", 30_000),
   ("grpc.keepalive_time_ms", 86_400_000),
-  ("grpc.http2.bdp_probe", 0),  # These are pings as well.
+  ("grpc.http2.bdp_probe", 0),  # These probes would be pings, too.
   ("grpc.enable_http_proxy", 0),
   ("grpc.so_reuseport", 0),
-  # Every try to connect looks up the name again immediately, and takes at most 5 s.
+  # Every attempt to connect looks up the host's name again, and takes at most 5 s.
   ("grpc.use_local_subchannel_pool", 1),
   ("grpc.min_reconnect_backoff_ms", 5_000),
 )
-# Of process 0 only: whoever reaches its port can send. Its own processes send values of
-# 1 MB at most, a stream each; what it sends itself has the values of all of them.
+# Limits of what process 0 receives, because anybody who reaches its port can send. Each
+# process of the run sends values of 1 MB at most, on one stream. The other processes
+# have no limit, because the messages of process 0 have the values of all processes.
 _LIMITS = (
   ("grpc.max_receive_message_length", 4 << 20),
   ("grpc.max_concurrent_streams", 1),
@@ -59,16 +61,16 @@ _NO_LIMIT = (("grpc.max_receive_message_length", -1),)
 
 
 class ProcessLost(TryAgain):
-  """A process did not come, or is gone."""
+  """A process did not connect in time, or is gone."""
 
 
 class Peers:
-  """All processes of a run, seen from this one. By default this process is alone.
+  """All processes of a run, seen from this process, which is alone by default.
 
   Attributes:
     index: number of this process, from 0.
     count: number of processes.
-    news: other messages: (sender, kind, value).
+    news: messages of kinds that this class does not use: (sender, kind, value).
   """
 
   def __init__(self, index: int = 0, count: int = 1):
@@ -79,19 +81,21 @@ class Peers:
       for p in range(count)
     }
     self.news = queue.SimpleQueue[tuple[int, str, Any]]()
-    self._boxes: dict[int, Box] = {}  # {process that is connected: messages to it}
+    self._boxes: dict[int, Box] = {}  # {connected process: the messages to it}
     self._died, self._met = set[int](), index > 0
-    self._change = threading.Condition()  # For _boxes, _died and _met.
-    self._ending = threading.Lock()  # Never released: the process ends once.
-    self._failing = threading.Lock()  # Never released: it tells one error.
+    self._change = threading.Condition()  # Guards _boxes, _died and _met.
+    # Two locks that are never released: this process ends once, and fails once.
+    self._ending = threading.Lock()
+    self._failing = threading.Lock()
 
   @classmethod
   def meet(cls, address: str, count: int, index: int, timeout: float) -> "Peers":
     """Connects all processes to process 0, which listens at the address.
 
-    Process 0 returns when all have come, the others as soon as they are connected. If a
-    process does not come, process 0 reports this to those that came, and they end. A
-    process with a wrong number or count is told so and ends; the others go on waiting.
+    Process 0 returns when all processes have come; any other process returns when it is
+    connected. If a process does not come, process 0 reports this to the processes that
+    came, and they end. A process with a wrong number or count gets an error and ends;
+    the others continue to wait.
 
     Args:
       address: host:port of process 0, as the others reach it.
@@ -110,18 +114,18 @@ class Peers:
     return peers
 
   def broadcast(self, value: Any) -> Any:
-    """Returns process 0's value (JSON) on all processes; all must call it."""
+    """Returns process 0's value (JSON) on all processes; all must call this."""
     if self.index:
       return self._received["value", 0].get()
     self.send("value", value)
     return value
 
   def all_gather(self, value: Any) -> list[Any]:
-    """Returns the values (JSON) of all processes, in their order; all must call it.
+    """Returns the values (JSON) of all processes, in their order; all must call this.
 
     Raises:
-      ProcessLost: a process has sent nothing for PATIENCE; only on process 0, whose end
-        ends the others.
+      ProcessLost: a process has sent nothing for PATIENCE seconds. Only process 0
+        raises this; when process 0 ends, the others end.
     """
     if self.index:
       self.send("value", value)
@@ -141,7 +145,7 @@ class Peers:
   def send(self, kind: str, value: Any) -> None:
     """Sends a message (JSON): from process 0 to all others, from others to process 0.
 
-    A kind that this class does not use arrives in `news`.
+    A message of a kind that this class does not use arrives in `news`.
     """
     message = packed(kind, value)
     with self._change:
@@ -149,14 +153,14 @@ class Peers:
         box.put(message)
 
   def report(self, value: Any) -> None:
-    """Hands a value (JSON) to process 0, and waits for nothing."""
+    """Sends a value (JSON) to process 0, without waiting."""
     if self.index:
       self.send("report", value)
     else:
       self._received["report", 0].put(value)
 
   def reports(self, wait: bool = False) -> Iterator[list[Any]]:
-    """Yields the values of each `report` of all processes; only on process 0.
+    """Yields a list of all processes' values for each `report`; only on process 0.
 
     Args:
       wait: whether to wait until the others have reported as often as process 0.
@@ -166,9 +170,9 @@ class Peers:
       yield [q.get() for q in received]
 
   def await_loss(self) -> None:
-    """Waits before an error is reported that a lost process may have caused.
+    """Waits before an error is reported, because a lost process may be the cause.
 
-    If a process is lost, this process ends here, with the message that names it.
+    If a process is lost, this process ends here, and the message names the lost one.
     """
     if self.count > 1:
       time.sleep(_GRACE)
@@ -181,13 +185,14 @@ class Peers:
   def fail(self, message: str, code: int = 1) -> None:
     """Reports an error to the user and the other processes, and ends this process.
 
-    It ends without Python's clean-up, in which JAX waits for the others. Process 0 ends
-    last: without it JAX aborts the others. These end when process 0 has their message.
+    This process ends without Python's clean-up, in which JAX waits for the other
+    processes. Process 0 ends last, because JAX aborts the others when process 0 is
+    gone. The others end when process 0 has their message.
     """
     if self.count == 1:
       print_line(f"error: {message}")
       sys.exit(code)
-    self._failing.acquire()  # For ever, if another thread ends this process.
+    self._failing.acquire()  # Waits forever if another thread ends this process.
     print_line(f"error: {message}")
     self._ending.acquire(blocking=False)
     self.send("end", [message, code])
@@ -196,7 +201,7 @@ class Peers:
     os._exit(code)
 
   def close(self) -> None:
-    """Waits until all processes call it, and leaves JAX's runtime."""
+    """Waits until all processes call this, and leaves JAX's runtime."""
     if self.count > 1:
       self.all_gather(None)
       self._ending.acquire(blocking=False)
@@ -218,7 +223,7 @@ class Peers:
       self._channel = grpc.insecure_channel(target, options)
       talk = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
       messages = talk(outgoing(box, _BEAT))
-      self._kept = messages  # The stream ends when nothing refers to them.
+      self._kept = messages  # The stream ends when nothing refers to `messages`.
       try:
         next(messages)  # Waits until process 0 answers.
         return self._listen(0, box, messages)
@@ -238,7 +243,7 @@ class Peers:
     self._address = address
     talk = {_METHOD: grpc.stream_stream_rpc_method_handler(self._talk)}
     handler = grpc.method_handlers_generic_handler(_SERVICE, talk)
-    # Some more streams than processes: one that has died may come again.
+    # Allows more streams than processes: a process that has died may come again.
     most = 2 * self.count + 8
     options = _OPTIONS + _LIMITS
     self._server = grpc.server(streams.Threads(), [handler], None, options, most)
@@ -269,7 +274,7 @@ class Peers:
   def _talk(
     self, requests: Iterator[bytes], context: grpc.ServicerContext
   ) -> Iterator[bytes]:
-    """Serves another process, until it is gone or this process ends the stream."""
+    """Serves another process, until it is gone or this process closes the stream."""
     late = threading.Timer(_HELLO_S, context.cancel)
     late.daemon = True
     late.start()
@@ -285,12 +290,12 @@ class Peers:
       expected = n == self.count and p not in self._boxes
       if expected and not complete:
         self._listen(p, box, requests)
-        context.add_callback(lambda: self._forget(p))  # When process p is gone.
+        context.add_callback(lambda: self._forget(p))  # Runs when process p is gone.
         self._change.notify()
-    if complete:  # Process p may be of the next run, which waits for this port.
+    if complete:  # Process p may belong to the next run, which waits for this port.
       context.abort(grpc.StatusCode.UNAVAILABLE, "a run that is complete is there")
     yield packed()
-    if not expected:  # By mistake, or it is of another run: this run goes on.
+    if not expected:  # A mistake, or a process of another run: this run goes on.
       refusal = (
         f"a process came to {self._address} as number {p} of {n}, but {self.count}"
         f" are expected and {sorted([0, *self._boxes])} are there; give each its own"
@@ -312,12 +317,12 @@ class Peers:
       " checkpoint."
     )
     code, pause = 1, 0.0
-    with contextlib.suppress(grpc.RpcError):  # The connection broke.
+    with contextlib.suppress(grpc.RpcError):  # RpcError: the connection broke.
       for kind, value in filter(None, map(json.loads, messages)):
         if kind == "end":
           text, code = value or ("", 0)
           error = f"process {p}: {text}" if p else text
-          pause = _GRACE / 2  # This process gets time to report the error.
+          pause = _GRACE / 2  # Time in which this process may report its own error.
           box.put(packed("end", None))  # A process that fails waits for this answer.
           break
         if (kind, p) in self._received:
@@ -330,28 +335,28 @@ class Peers:
       return
     time.sleep(pause)
     if self._ending.acquire(blocking=False):
-      print_line("")  # A progress bar may stand on the line.
+      print_line("")  # Ends a line on which a progress bar may stand.
       self.fail(error, code)
 
   def _forget(self, p: int) -> None:
-    """Takes process p out: process 0 when its stream is over, p > 0 when 0 says end."""
+    """Removes process p from `_boxes`: its stream is over, or it has sent `end`."""
     with self._change:
       self._boxes.pop(p).put(None)
       self._died.add(p)
       self._change.notify()
 
   def _await_ends(self) -> None:
-    """Waits until no process is left in `_boxes`, or too long."""
+    """Waits until no process is left in `_boxes`, at most _GRACE seconds."""
     with self._change:
       self._change.wait_for(lambda: not self._boxes, _GRACE)
 
 
 def process_names(ids: list[int]) -> str:
-  """Names processes in a message, the first 16 if there are more."""
+  """Names at most 16 processes, for a message."""
   shown = ", ".join(map(str, ids[:16])) + (", ..." if ids[16:] else "")
   return f"process{'es' if ids[1:] else ''} {shown}"
 
 
 def print_line(line: str) -> None:
-  """Writes one line to stderr, whole even if other threads write."""
+  """Writes one line to stderr, in one piece even if other threads write, too."""
   print(shown(line) + "\n", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How a run ends before its last step: SIGTERM and Ctrl-C save a checkpoint."""
+"""Ends a run before its last step: SIGTERM and Ctrl-C save a checkpoint."""
 
 import contextlib
 import functools
@@ -14,23 +14,23 @@ from diloco.processes.peers import Peers, print_line
 from diloco.util.command import INTERRUPTED
 from diloco.util.orbax_errors import hush
 
-# SIGURG makes Python raise KeyboardInterrupt again. Users may need SIGALRM; an
-# unhandled SIGURG has no effect on a process.
+# The handler of this signal raises a KeyboardInterrupt that Python has dropped. Without
+# a handler, SIGURG has no effect on a process. SIGALRM is left to users.
 AGAIN = signal.SIGURG
 # Called with each signal that arrives, even while the main thread is in JAX.
 _watchers: list[Callable[[int], None]] = []
 
 
 class Interrupted(KeyboardInterrupt):
-  """Ctrl-C ended a run, and the run is saved."""
+  """Ctrl-C ended a run; `Stop.leave` has reported the newest step that is saved."""
 
 
 class Stopped(Exception):
   """A run ends before its last step.
 
   Attributes:
-    late: whether steps after the newest checkpoint are done, and not saved.
-    events: what happened since the last launch, for the log.
+    late: whether steps after the newest checkpoint are done, but not saved.
+    events: the events since the last launch, for the log.
   """
 
   def __init__(self, late: bool = False, events: Sequence[Any] = ()):
@@ -43,7 +43,7 @@ class Stop:
 
   Attributes:
     peers: the processes of the run.
-    signum: the first signal that this process received; 0 before.
+    signum: the first signal that this process received; 0 if it received none.
     unsaved: whether this process has run steps that the next signal must save.
   """
 
@@ -52,7 +52,7 @@ class Stop:
     self.common = CommonEnd(peers) if peers.count > 1 else None
 
   def handle(self, signum: int, frame: object) -> None:
-    """Notes a signal; raises KeyboardInterrupt if Ctrl-C has nothing to wait for."""
+    """Notes a signal; Ctrl-C raises KeyboardInterrupt, or first saves unsaved steps."""
     del frame
     first, self.signum = not self.signum, self.signum or signum
     self.watch(signum)
@@ -87,12 +87,12 @@ class Stop:
     return self.common.after_launch() if self.common else bool(self.signum)
 
   def leave(self, t: int, workdir: object, late: bool = False) -> None:
-    """Reports that step t is saved.
+    """Reports the newest step that is saved.
 
     Args:
       t: step of the newest checkpoint; 0: there is none.
-      workdir: its folder.
-      late: whether steps after t are done, and not saved.
+      workdir: folder of the run.
+      late: whether steps after t are done, but not saved.
 
     Raises:
       Interrupted: the signal was Ctrl-C.
@@ -143,9 +143,9 @@ def _handle(stop: Stop, stack: contextlib.ExitStack) -> None:
     # A shell without job control starts background processes with Ctrl-C ignored.
     if signal.getsignal(signum) != signal.SIG_IGN:
       before = signal.signal(signum, handler)
-      # None is a handler that was not set from Python and cannot be restored.
+      # `before` is None for a handler that C code set, which cannot be restored.
       stack.callback(signal.signal, signum, before or signal.SIG_DFL)
-  hush()  # Before the hook below, which it must outlast.
+  hush()  # First, because its hook must outlast the hook below.
   stack.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
   sys.unraisablehook = functools.partial(_raise_soon, sys.unraisablehook)
   _watchers.append(stop.watch)
@@ -153,13 +153,13 @@ def _handle(stop: Stop, stack: contextlib.ExitStack) -> None:
 
 
 def _raise_soon(report: Callable, lost: "sys.UnraisableHookArgs") -> None:
-  """Sends AGAIN if Python has dropped a KeyboardInterrupt; reports all else.
+  """Sends AGAIN if Python dropped a KeyboardInterrupt; reports any other exception.
 
-  Python drops what is raised in __del__ and in callbacks of its garbage collector. JAX
-  has such a callback, and a signal often reaches it: the collector is slow.
+  Python drops exceptions in __del__ and in callbacks of its garbage collector. JAX has
+  such a callback, and signals often come then, because the collector is slow.
   """
   if lost.exc_type is KeyboardInterrupt:
-    # Later, because what is raised now would be dropped, too.
+    # Waits 0.01 s, because Python would drop an exception that is raised now, too.
     main = threading.main_thread().ident
     threading.Timer(0.01, signal.pthread_kill, (main, AGAIN)).start()
   else:
@@ -169,9 +169,9 @@ def _raise_soon(report: Callable, lost: "sys.UnraisableHookArgs") -> None:
 def watch_signals() -> None:
   """Makes a second Ctrl-C end this process immediately, even during compilation.
 
-  Python calls its signal handlers only between Python instructions. Signals also arrive
-  in a pipe, which a thread reads. SIGTERM asks the other processes to end in this way,
-  too, while this process waits in JAX.
+  Python calls signal handlers only between Python instructions. So this function also
+  puts signals in a pipe, which a thread reads. After SIGTERM, the thread asks the other
+  processes to end, even while this process waits in JAX.
   """
   read, write = os.pipe()
   os.set_blocking(write, False)

@@ -1,8 +1,9 @@
-"""The gRPC streams of `Peers`: addresses, messages, threads.
+"""The addresses, messages and threads of the gRPC streams of `Peers`.
 
-A message is a JSON list. The first of a stream is [index, count], the others are [kind,
-value]. The kind is value, report, end or a kind of news. The value of an end is an
-error and its exit status, or null. Empty messages show that their sender is there.
+A message is a JSON list. The first message of a stream is [index, count]: the sender's
+number and the number of processes. The other messages are [kind, value]. The kind is
+value, report, end or a kind of news. For the kind end, the value is an error with its
+exit status, or null. An empty message shows that its sender is still there.
 """
 
 import json
@@ -17,15 +18,16 @@ Box = queue.SimpleQueue[bytes | None]  # Messages to a process; None ends the st
 
 
 def reached(address: str) -> str:
-  """Returns where a process connects: localhost has one address, that of IPv4."""
+  """Returns the address to connect to; localhost becomes its IPv4 address."""
   return re.sub(r"^localhost:", "127.0.0.1:", address)
 
 
 def listened(address: str) -> str:
-  """Returns where a process listens that others reach at an address (host:port).
+  """Returns where a process listens, so that others reach it at `address`, host:port.
 
-  That is the loopback if the address is there; else all addresses of the machine, also
-  of IPv4, because a name may mean another one here than for the others.
+  If the address is on the loopback, the process listens there. Else it listens at all
+  IPv6 and IPv4 addresses of its machine, because the host's name may mean another
+  address on this machine than on the others.
   """
   at, port = reached(address), address.rpartition(":")[2]
   return at if re.match(r"127\.[\d.]+:|\[::1\]:", at) else f"[::]:{port}"
@@ -36,7 +38,7 @@ def packed(*parts: Any) -> bytes:
 
 
 def hello(first: bytes) -> tuple[int, int] | None:
-  """Reads the first message of a process: its number and their count; else None."""
+  """Returns (index, count) from a process's first message; None if it is wrong."""
   try:
     p, n = json.loads(first)
   except (ValueError, TypeError, RecursionError):
@@ -45,7 +47,7 @@ def hello(first: bytes) -> tuple[int, int] | None:
 
 
 def outgoing(box: Box, beat: float) -> Iterator[bytes]:
-  """Yields the messages to a process; an empty one shows after `beat` s who is lost."""
+  """Yields the messages to a process; an empty one after `beat` seconds of silence."""
   while True:
     try:
       message = box.get(timeout=beat)
@@ -57,7 +59,7 @@ def outgoing(box: Box, beat: float) -> Iterator[bytes]:
 
 
 class Threads(futures.Executor):
-  """One daemon thread per call; those of a pool would keep Python from ending."""
+  """Runs each call in a daemon thread; threads of a pool would keep Python alive."""
 
   def submit(self, run: Callable, /, *args: Any, **kwargs: Any) -> futures.Future:
     future = futures.Future[Any]()

@@ -4,11 +4,11 @@
   python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --report
   python -m diloco reproduce --computed
 
-The runs are those of configs/ablations.py, accuracies.py and ladder.py; finished runs
-are not run again, and Ctrl-C saves the others. At the end, and with --report at any
-time, OUT/reproduced.md has all verdicts, tables and figures, and OUT/claims.csv the
-verdicts alone. Give the same --seeds, --only, --text and --items each time. --computed
-prints the claims that need no training.
+The runs are those of configs/ablations.py, accuracies.py and ladder.py. Finished runs
+are not run again; Ctrl-C lets the others save and end. At the end, and with --report at
+any time, the command writes all verdicts, tables and figures to OUT/reproduced.md, and
+the verdicts alone to OUT/claims.csv. Give the same --seeds, --only, --text and --items
+each time. --computed prints the claims that need no training.
 """
 
 import argparse
@@ -38,8 +38,8 @@ from diloco.util.command import (
 )
 
 PAGE, CLAIMS_TABLE = "reproduced.md", "claims.csv"
-SCORED = "accuracies"  # The config file of the runs that answer --items.
-# Runs that a process trains together, if they differ only in seed or rates.
+SCORED = "accuracies"  # The config file of the runs that score the task of --items.
+# The most runs that a process trains together, if only seeds or rates differ.
 TOGETHER = 6
 
 
@@ -64,12 +64,12 @@ def sweeps(args: argparse.Namespace) -> dict[str, Sweep]:
 
 
 def make_driver(found: Mapping[str, Sweep], args: argparse.Namespace) -> Driver:
-  """Makes one driver for all sweeps, so that a run that several need runs once."""
+  """Makes one driver for all sweeps, so that a run of several sweeps trains once."""
   configs = {_file(s.grids[0].cells[0]): s.config for s in found.values()}
   together = Sweep(
     config=lambda point: configs[_file(point)](point),
     grids=[grid for sweep in found.values() for grid in sweep.grids],
-    environment=next(iter(found.values())).environment,  # The same for all.
+    environment=next(iter(found.values())).environment,  # Equal in all sweeps.
   )
   backend = Local(1, shared_programs(args.out) | dict(together.environment))
   return Driver(together, args.out, backend, args.jobs, TOGETHER)
@@ -83,7 +83,7 @@ def _file(point: Point) -> str:
 
 
 def ablation(cell: Search) -> str:
-  """Returns the ablation of a cell; its grids are called NAME and NAME seeds."""
+  """Returns the ablation's name for a cell; its grids are NAME and "NAME seeds"."""
   of_ladder = _file(cell.cell) == LADDER
   return LADDER if of_ladder else cell.grid.name.partition(" ")[0]
 
@@ -134,7 +134,7 @@ def report(
 
 
 def _core_seconds(rows: Sequence[Row]) -> dict[str, float]:
-  """Returns each finished run's share of the time of the runs that trained with it."""
+  """Returns {run: seconds}; finished runs of one process share its time equally."""
   groups = collections.defaultdict[str, list[Row]](list)
   for row in rows:
     if row["status"] == "done":
@@ -147,7 +147,7 @@ def _core_seconds(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Runs what is missing, and writes the page; returns the exit status."""
+  """Trains the missing runs, and writes the page; returns the exit status."""
   if args.computed:
     print("\n".join(claim.lines(computed.rows())))
     return 0

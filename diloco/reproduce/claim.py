@@ -1,6 +1,6 @@
-"""The claims of both papers about learning, beside what runs show.
+"""Compares the claims of both papers about learning with what our runs show.
 
-A claim of paper_claims.toml gets differences over seeds, and a verdict.
+Each claim of paper_claims.toml gets one difference per seed, and a verdict.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from diloco.util.shipped import PACKAGE
 COLUMNS = ("claim", "source", "kind", "paper", "here", "command", "cost", "verdict")
 Row = dict[str, str]
 
-LADDER = "ladder"  # The name of the ladder beside those of the ablations.
+LADDER = "ladder"  # The ladder's name among the names of the ablations.
 
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "undecided", "contradicted"
 NO_RUNS, MISSING, FAILED = "no runs yet", "runs are missing", "runs have failed"
-# The intervals contain the true mean with this probability.
+# A confidence interval contains the true mean with this probability.
 CONFIDENCE = 0.9
 
 
@@ -37,11 +37,11 @@ class Claim:
     text: the claim in words.
     source: paper, table or figure.
     paper: the paper's number.
-    a, b: keys of the points to compare. If a seed has several such points, the one with
-      the least `choice` counts.
-    low, high: what the claim says of 100 * (a / b - 1).
+    a, b: {key: value} that the points to compare must have. If a seed has several such
+      points, the point with the least `choice` counts.
+    low, high: bounds that the claim sets for 100 * (a / b - 1).
     column: the number to compare: `loss`, `accuracy` or a key of the points.
-    than: keys of two other points, whose difference is subtracted.
+    than: a second pair (a, b), whose difference is subtracted.
   """
 
   ablation: str
@@ -61,12 +61,12 @@ CLAIMS = tuple(Claim(**claim) for claim in tomllib.loads(_FILE.read_text())["cla
 
 
 def differences(claim: Claim, found: pd.DataFrame) -> list[float]:
-  """Returns 100 * (a / b - 1) of every seed that has both, less that of `than`.
+  """Returns 100 * (a / b - 1) per seed with both points, minus `than`'s difference.
 
   Args:
     claim: the claim.
-    found: a row per run, with the keys of the points, seed, loss, and choice: the loss
-      that chooses the best run (`comparison.frame`).
+    found: the table of `comparison.frame`: a row per run, with the keys of its point,
+      seed, loss, and choice, which is the loss that chooses the best run.
   """
 
   def by_seed(keys: Mapping) -> pd.Series:
@@ -88,7 +88,7 @@ def differences(claim: Claim, found: pd.DataFrame) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-  """Returns Student's interval of the mean; with one value, it is unbounded."""
+  """Returns Student's interval of the mean; one value has an unbounded interval."""
   if len(values) < 2:
     return -math.inf, math.inf
   quantile = scipy.special.stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)
@@ -98,10 +98,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def span(claim: Claim, values: Sequence[float]) -> tuple[float, float]:
-  """Returns what decides a claim: the interval of the mean, or the range.
+  """Returns the bounds that decide a claim: the mean's interval, or the values' range.
 
-  Best rates and batches are points of a grid, which may be the same for all seeds. So
-  their mean has no Student's interval, and all seeds must agree.
+  Best rates and batches are points of a grid, and may be equal for all seeds. Student's
+  interval does not fit them, so their range decides: all seeds must agree.
   """
   if claim.column not in ("loss", "accuracy") and len(values) > 1:
     return min(values), max(values)
@@ -112,8 +112,8 @@ def verdict(claim: Claim, values: Sequence[float]) -> str:
   """Compares the span of the values with the range that a claim allows.
 
   Returns:
-    NO_RUNS without values, SHOWN if the span lies in the range, CONTRADICTED if it lies
-    outside, else NOT_SHOWN.
+    NO_RUNS without values, SHOWN if the span lies in the range, CONTRADICTED if the
+    whole span lies outside, else NOT_SHOWN.
   """
   if not values:
     return NO_RUNS
@@ -132,13 +132,13 @@ def rows(
   """Makes the rows of claims that runs decide; docs/claims.md explains the numbers.
 
   A claim has no verdict before all runs that it asks for have ended: the best of some
-  rates is not the best of all.
+  rates may not be the best of all.
 
   Args:
-    claims: the claims; those of other ablations are left out.
-    tables: {ablation: its runs, see `differences`}.
+    claims: the claims; claims of ablations that `tables` lacks are left out.
+    tables: {ablation: the table of its runs, as `found` in `differences`}.
     cells: {ablation: its cells}.
-    hours: returns the hours of a core that the runs of some cells have taken.
+    hours: returns the core-hours that the runs of some cells have taken.
   """
   decided_rows = []
   for claim in claims:
@@ -159,19 +159,19 @@ def rows(
 
 
 def table(found: Sequence[Row]) -> pd.DataFrame:
-  """Returns the claims as docs/claims.csv has them: the contradicted ones first."""
+  """Returns the claims as docs/claims.csv has them: contradicted claims first."""
   claims = pd.DataFrame(found, columns=["verdict", *COLUMNS[:-1], "choice"]).fillna("")
   last = {
     SHOWN: 3,
     NOT_SHOWN: 2,
     CONTRADICTED: 0,
-  }  # Between: a paper disagrees with itself.
+  }  # All other verdicts have rank 1.
   rank = claims["verdict"].map(lambda verdict: last.get(verdict, 1))
   return claims.loc[rank.sort_values(kind="stable").index]
 
 
 def lines(found: Sequence[Row]) -> list[str]:
-  """Formats rows as a Markdown table, with code for the commands."""
+  """Formats rows as a Markdown table, with the commands as code."""
   code = [f"`{row['command']}`" if row["command"] != "-" else "-" for row in found]
   columns = {key: [row[key] for row in found] for key in COLUMNS}
   return markdown(columns | {"command": code})
@@ -191,7 +191,7 @@ def _asks_for(claim: Claim, cell: Mapping) -> bool:
 
 
 def _range(claim: Claim) -> str:
-  """Formats the range that a claim allows: all have one bound."""
+  """Formats the range that a claim allows; every claim has exactly one bound."""
   above = claim.low > -math.inf
   bound = f"above {claim.low:g}" if above else f"below {claim.high:g}"
   return bound + _unit(claim)

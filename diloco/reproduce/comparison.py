@@ -1,9 +1,10 @@
-"""The table and the figure of a sweep that compares cells, as an ablation does.
+"""Makes the table and the figure of a sweep that compares cells, such as an ablation.
 
 A row of the table is a cell with all its seeds: mean and standard deviation of the loss
-of the cells' best runs. If runs have a test loss, that is reported, and the other loss
-only chooses the best run. If one seed tunes a cell and others repeat its best point,
-only the others are reported: the best of many runs is partly luck.
+of the best runs. If all these runs have a test loss, the table reports it, and the
+evaluation loss only chooses the best run. If one seed tunes a cell and other seeds
+repeat its best point, the table reports only the other seeds, because the best of many
+runs is partly luck.
 """
 
 import itertools
@@ -25,13 +26,13 @@ from diloco.sweep.table import Row
 from diloco.util import palette
 from diloco.util.palette import COLORS, DASHES, OTHERS, PAGE, shades
 
-# What the table and the figure of one sweep show: not the same.
+# Explains the ± of the table and the bars of the figure, which are not the same.
 SPREAD = (
   "±: standard deviation over seeds. For the bars of the figure, the mean of each seed"
   " over all settings is subtracted first, unless runs are missing."
 )
-# The marker of each number of replicas, with its size in points: curves may coincide,
-# so those drawn later have smaller markers and more gaps.
+# {replicas: (marker, its size in points)}. Curves may coincide, so later curves
+# have smaller markers and more gaps.
 _MARKERS = {1: ("^", 8.5), 2: ("s", 5.5), 4: ("D", 4.5), 8: ("v", 3.5)}
 _PLAIN_KEYS = ("compressor", "pattern")
 _PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
@@ -44,17 +45,17 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
     cells: every cell, and the row of its best run.
 
   Returns:
-    One row per cell whose search has ended well, with the keys of its best point. If
-    several grids search the same cell, the row is that of the lowest loss. A tuned cell
-    has no row if another cell repeats it with another seed.
-      choice: the loss by which the sweep chooses.
+    One row per cell whose search has a best point, with the keys of this point. If
+    several grids search the same cell, its row is the row with the lowest loss. A tuned
+    cell has no row if another cell repeats it with another seed. Other columns:
+      choice: the evaluation loss, by which the sweep chooses the best run.
       seed: 0 if the points have none.
       loss: the test loss if all these runs have one, else the evaluation loss.
-      more: by how many per cent the loss exceeds that of the row with which it is
-        compared, at the same seed; NaN if that row has no result.
-      accuracy: of the first task, in per cent; NaN if none was scored.
+      more: by how many per cent the loss exceeds the loss of the row with which this
+        row is compared, at the same seed; NaN if that other row has no result.
+      accuracy: accuracy in the first task, in per cent; NaN if no task was scored.
       bytes: bytes that one replica sent.
-      per_token: the same, for each token of the run; NaN if its tokens are unknown.
+      per_token: `bytes` per token of the run; NaN if its tokens are unknown.
     If chart.x is EVALUATED, a cell has three rows, one per key of `_PARAMETERS`.
   """
   which = _PARAMETERS if chart.x == EVALUATED else {"outer": ""}
@@ -89,7 +90,7 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
 
 
 def repeated(cell: Search) -> str:
-  """Returns the key of the cell that this one repeats with another seed, or ""."""
+  """Returns the key of the cell that `cell` repeats with another seed, or ""."""
   source = cell.grid.like(cell.cell) or {}
   same = {**source, "seed": 0} == {**cell.cell, "seed": 0}
   return key(source) if same and not cell.grid.axes else ""
@@ -111,7 +112,7 @@ def _more(chart: Chart, first: Point, table: pd.DataFrame) -> pd.Series:
 
 
 def curve_name(algorithm: str, replicas: int | None = None) -> str:
-  """Names the curve of an algorithm, with M: "DiLoCo, M=4"."""
+  """Names the curve of an algorithm with M replicas, such as "DiLoCo, M=4"."""
   if algorithm == "data_parallel":
     return PLAIN
   name = {"diloco": "DiLoCo"}.get(algorithm, algorithm)
@@ -119,13 +120,13 @@ def curve_name(algorithm: str, replicas: int | None = None) -> str:
 
 
 def curve(values: dict, plain: Collection[str] = ()) -> str:
-  """Names a curve: the algorithm with M as in the other figures, then other keys.
+  """Names a curve: the algorithm with M, as `curve_name` does, then other keys.
 
-  The values of the keys `plain` and of `_PLAIN_KEYS` need no name of their key.
+  For keys in `plain` and `_PLAIN_KEYS`, the name has the value without the key.
   """
   names = []
   if "algorithm" in values:
-    m = values.get("replicas", math.nan)  # NaN if only other cells have it.
+    m = values.get("replicas", math.nan)  # NaN if only other cells have M.
     names = [curve_name(values["algorithm"], None if math.isnan(m) else int(m))]
     values = {k: v for k, v in values.items() if k not in ("algorithm", "replicas")}
   names += [
@@ -135,14 +136,14 @@ def curve(values: dict, plain: Collection[str] = ()) -> str:
 
 
 def in_words(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
-  """Replaces the values for which the chart has words."""
+  """Replaces values of the table by the words that the chart has for them."""
   new = {key: table[key].replace(dict(words)) for key, words in chart.words.items()}
   return table.assign(**new)
 
 
 def spread(chart: Chart, table: pd.DataFrame, y: str = "loss") -> pd.DataFrame:
   """Returns mean, standard deviation and count over the seeds, by curve and x."""
-  # pandas 2 gives no records of a table without columns, so `by` is chosen afterwards.
+  # In pandas 2, a table without columns has no records, so `by` chooses afterwards.
   rows = table.to_dict("records")
   name = [curve({key: row[key] for key in chart.by}, chart.words) for row in rows]
   groups = table.assign(curve=name).groupby(["curve", chart.x], sort=False)
@@ -186,7 +187,7 @@ def markdown(columns: Mapping[str, Iterable]) -> list[str]:
 
 
 def _panels(chart: Chart, table: pd.DataFrame) -> list[tuple[str, str]]:
-  """Returns `chart.y` without columns of which no run has a value."""
+  """Returns the panels of `chart.y` whose column has a value of some run."""
   return [(y, label) for y, label in chart.y if table[y].notna().any()]
 
 
@@ -202,13 +203,13 @@ def _with_deviation(cells: pd.DataFrame, form: str) -> pd.Series:
 
 
 def paired(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
-  """Subtracts from the losses of a seed their mean over all cells (pairs by seed).
+  """Removes what raises or lowers all losses of a seed: the seed's mean over cells.
 
   All cells of a seed see the same text, so their losses rise and fall together, often
-  by more than the cells differ. What is left is too small by sqrt((k - 1) / k) for k
-  cells, because each cell is part of the common mean; a factor corrects it (Cousineau
-  2005, Morey 2008). The table of one cell, or with cells that lack seeds, is returned
-  as it is.
+  by more than the cells differ. The spread that is left is too small by a factor
+  of sqrt((k - 1) / k) for k cells, because each cell is part of the common mean;
+  `stretch` corrects this (Cousineau 2005, Morey 2008). If there is one cell, or a cell
+  lacks seeds, the table is returned unchanged.
   """
   by = table.groupby([*chart.by, chart.x], dropna=False)
   if len(by) < 2 or (by["seed"].nunique() < table["seed"].nunique()).any():
@@ -233,7 +234,7 @@ def figure(chart: Chart, table: pd.DataFrame) -> Figure:
   shown, bars = paired(chart, table), "Bars: standard deviation over the seeds"
   if shown is not table and any(y == "loss" for y, _ in chart.y):
     bars += ";\nof losses, after the mean of each seed is subtracted"
-  if chart.by_name:  # A point that is compared with itself lies at 0.
+  if chart.by_name:  # Points compared with themselves lie at 0.
     shown = shown[shown[chart.x] != shown[chart.against]]
   words = not _numbers(shown[chart.along or chart.x])
   height = 1.3 + 0.2 * shown[chart.x].nunique() if words else 3.2
@@ -247,7 +248,7 @@ def figure(chart: Chart, table: pd.DataFrame) -> Figure:
     if y == "more":
       (panel.axvline if words else panel.axhline)(0, color="black", lw=0.8, zorder=1)
   if words:
-    figure.set_figwidth(PAGE)  # Long words need the room.
+    figure.set_figwidth(PAGE)  # Long words need a wide figure.
   return palette.legend(figure, f"{bars}.")
 
 
@@ -257,10 +258,10 @@ def _numbers(values: pd.Series) -> bool:
 
 
 def _look(name: str) -> dict[str, Any]:
-  """Returns the style of a curve: the algorithm's colour; shade, marker, dashes for M.
+  """Returns the style of a curve: colour by algorithm; shade, marker and dashes by M.
 
   Args:
-    name: from `curve_name`, with M.
+    name: a name from `curve_name`, with M.
   """
   if name == PLAIN:
     return {"color": COLORS["data_parallel"], "marker": "o", "ms": 8}
@@ -274,7 +275,7 @@ def _look(name: str) -> dict[str, Any]:
 
 
 def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart, label: str) -> None:
-  """Draws a curve for each group; words lie below each other, the least value first."""
+  """Draws a curve per group; if x has words, each word is a row, least mean on top."""
   colors = itertools.cycle((COLORS["streaming"], *OTHERS))
   words = not _numbers(cells[chart.x])
   means = cells.groupby(chart.x)["mean"].mean()

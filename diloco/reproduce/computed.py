@@ -1,7 +1,7 @@
-"""The papers' claims that need no training: simulated networks, fits, arithmetic.
+"""Checks the papers' claims that need no training, by simulation, fits and arithmetic.
 
-computed.toml has the words of each claim; the function of its name returns our numbers
-and whether they show it. No JAX.
+computed.toml has the text of each claim. The function with the claim's name returns our
+numbers and the verdict. Imports no JAX.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from diloco.util.shipped import PACKAGE, papers_table
 
 INCONSISTENT = "inconsistent in the paper"
 WORDS = tomllib.loads((PACKAGE / "reproduce" / "computed.toml").read_text())
-# Layers and seconds per step of Streaming DiLoCo's Table 4.
+# {model: (layers, seconds per step)} in Streaming DiLoCo's Table 4.
 SHAPES = {"1B": (24, 0.1), "10B": (48, 0.8), "100B": (108, 4.9)}
 PLAIN: dict[str, Any] = {"method": "data_parallel"}
 BEST: dict[str, Any] = {"method": "streaming", "tau": 1, "bits": 4}
@@ -38,10 +38,11 @@ Result = tuple[str, str]  # Our numbers and the verdict.
 
 @functools.cache
 def rows() -> list[Row]:
-  """Computes every claim afresh; what several claims need counts for the first one."""
+  """Computes all claims; a shared result counts as a cost of the first claim only."""
   claims = []
   for name, claim in WORDS.items():
-    # If a paper contradicts itself, `here` says what this code does; no function does.
+    # A claim with `here` has no function: a paper contradicts itself, and `here` says
+    # what this code does.
     here, result, began = claim.get("here"), INCONSISTENT, time.perf_counter()
     if here is None:
       here, result = globals()[name]()
@@ -60,7 +61,7 @@ cells_4 = functools.cache(tables.table4)
 
 @functools.cache
 def table_4() -> dict[str, list[float]]:
-  """Returns our Gbit/s for 95% of each method, from 1B to 100B."""
+  """Returns {method: our Gbit/s for 95% utilisation with 1B, 10B, 100B parameters}."""
   gbits, at = dict[str, list[float]](), tables.TARGETS.index(0.95)
   for row in cells_4():
     gbits.setdefault(row.name.split()[1], []).append(row.ours[at])
@@ -131,7 +132,7 @@ def five_steps_are_enough() -> Result:
 
 
 def _needs(*settings: dict[str, Any]) -> list[float]:
-  """Returns the Gbit/s for 95% at 100B, with 16 bits, in a run without end."""
+  """Returns the long-run Gbit/s for 95% utilisation of a 100B model, 16-bit values."""
   plain = BEST | {"bits": 16}
   works = [papers_workload(100e9, *SHAPES["100B"], **plain | own) for own in settings]
   return [round(required_bandwidth(work, 0.95) / 1e9, 2) for work in works]
@@ -155,7 +156,7 @@ def deepseek() -> Result:
 def _long_run(
   params: float, layers: int, seconds: float, rate: float, **fields: Any
 ) -> float:
-  """Returns the utilisation of a run without end."""
+  """Returns the utilisation of an endless run."""
   work = papers_workload(params, layers, seconds, **fields)
   return float(steady_utilisation(work, [rate])[0])
 
@@ -202,10 +203,10 @@ def offload_time() -> Result:
 
 
 def slopes() -> Result:
-  """Fits the loss, not its logarithm, over ln(FLOPs): only that gives their numbers."""
+  """Fits the loss, not its logarithm, over ln(FLOPs), to get the paper's numbers."""
   pairs = [_table_5(name) for name in ("data_parallel", H100)]
   fitted = [np.polyfit(x, loss, 1)[0] for x, loss in pairs]
-  # Losses are printed with two digits: each is off by at most 0.005, evenly spread.
+  # The paper prints two decimals: each loss has a uniform error of at most 0.005.
   x, _ = pairs[0]
   error = 1.645 * 0.01 / 12**0.5 / (np.std(x) * len(x) ** 0.5)
   here = f"{fitted[0]:.5f}, {fitted[1]:.5f}, each ± {error:.5f} by the printed digits;"
@@ -234,7 +235,7 @@ def outer_is_half() -> Result:
   m, chips = 2, 64
   inner = wallclock.all_reduce_time(1, chips / m, wallclock.Network(high, 0))
   outer = wallclock.all_reduce_time(1, chips, wallclock.Network(low, 0)) * low / high
-  # Not exactly half: the outer all-reduce has M times the chips of an inner one.
+  # Not exactly half: the outer all-reduce has M times the chips of an inner all-reduce.
   share = outer / (inner + outer)
   return verdict(f"{share:.1%}", abs(share - 0.5) < 0.01)
 
@@ -263,7 +264,7 @@ def _faster(
 def _seconds(
   method: str, n: float, m: int, network: wallclock.Network, more: float
 ) -> float:
-  """Returns the time of 20 N * `more` tokens; `wallclock.chips` chooses the chips."""
+  """Returns the seconds to train 20 N * `more` tokens; see `wallclock.chips`."""
   batch = paper.law("batch_size", f"diloco_M{m}" if method == "diloco" else method)(n)
   chips, tokens = max(wallclock.chips(n, batch), 2, m), paper.CHINCHILLA * n * more
   run = wallclock.Training(n, tokens, batch, m, method, across=network, chips=chips)
@@ -271,7 +272,7 @@ def _seconds(
 
 
 def hundred_times_less() -> Result:
-  """H times less per step, and fewer steps: the best batches are larger."""
+  """DiLoCo sends H times less per step, in fewer steps, as its best batch is larger."""
   plain, joint = (paper.law("batch_size", name) for name in ("data_parallel", "joint"))
   here, over = list[str](), list[bool]()
   for m in (2, 4, 8):
@@ -279,7 +280,7 @@ def hundred_times_less() -> Result:
     here.append(f"{_list(ratios)} with M = {m}")
     over += [ratio > 100 for ratio in ratios]
   text, result = verdict("; ".join(here), all(over))
-  # It may depend on M, and on how a batch is rounded.
+  # The answer may depend on M, and on how a batch is rounded.
   return text, NOT_SHOWN if any(over) and not all(over) else result
 
 
@@ -306,7 +307,7 @@ def _only(table: laws.Table, name: str) -> laws.Table:
 
 
 def _agree(*found: laws.Table) -> Result:
-  """Compares with the digits that the paper prints: 0.2%, or 0.0005."""
+  """Compares our numbers with the printed numbers, within 0.2% or 0.0005."""
   off, same = [], True
   for table in found:
     for column, (deviation, _) in table.largest().items():
@@ -340,7 +341,7 @@ def finding_1() -> Result:
 
 
 def _crossing(one: PowerLaw, other: PowerLaw) -> float:
-  """Returns the billions of parameters from which on the other law is lower."""
+  """Returns the size, in 1e9 parameters, above which the loss of `other` is lower."""
   return (one.A / other.A) ** (1 / (other.alpha - one.alpha)) / 1e9
 
 
@@ -362,7 +363,7 @@ def finding_3() -> Result:
 
 
 def parametric_forms() -> Result:
-  """Takes the first seed of the paper's search; its result depends on the starts."""
+  """Takes the first seed of the paper's search; the seed changes the result."""
   searched, optima = zip(*laws.table13(seeds=1).rows.values())
   errors = [cell.ours for cell in searched]
   in_a_row = lambda cells: ", ".join(f"{cell.ours:.4f}" for cell in cells)

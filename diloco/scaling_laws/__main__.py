@@ -1,4 +1,4 @@
-"""Fits scaling laws, and recommends hyperparameters by them.
+"""Fits scaling laws, and recommends hyperparameters from these laws.
 
 python -m diloco scaling_laws tables
 python -m diloco scaling_laws tables --sizes=nominal --json
@@ -17,8 +17,8 @@ import sys
 
 from diloco.util.types import Json
 
-# OpenBLAS reads this when it is loaded. Its threads would spin while L-BFGS works on
-# tiny matrices: `tables` would take ten times the CPU time.
+# OpenBLAS reads this variable when it is loaded. Other threads would spin while L-BFGS
+# works on tiny matrices, and `tables` would take ten times the CPU time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from diloco.scaling_laws import paper, predict, results, runs
@@ -82,7 +82,7 @@ def make_parser() -> Parser:
 
 
 def tables(args: argparse.Namespace) -> list[dict]:
-  """Computes the paper's tables and prints each of them when it is done."""
+  """Computes the paper's tables, and prints each table as soon as it is computed."""
   _print(args, "ours [90% interval, Student's t] / paper")
   computed = []
   for table in tables_lib.all_tables(args.sizes):
@@ -104,9 +104,9 @@ def fit(args: argparse.Namespace) -> Json:
   """Fits the laws of a CSV file; prints them and the problems of the runs.
 
   Returns:
-    {law: {quantity: {parameter: {value, interval}}}}, and for each law with enough
-    sizes {law: {'left_out': {quantity: {M: residual}}}}: residuals at the largest N of
-    a law that is fitted to the smaller N (Section 6.3). And {"problems": [sentence]}.
+    {law: {quantity: {parameter: {value, interval}}}, 'problems': [sentence]}. Each law
+    also has {'left_out': {quantity: {M: residual}}}: the residuals at the largest N of
+    a law that is fitted to the smaller N (Section 6.3), if there are enough sizes.
 
   Raises:
     ValueError: the runs cannot be fitted.
@@ -143,12 +143,12 @@ def recommend(args: argparse.Namespace) -> Json:
 
   Returns:
     The fields of Recommendation, `loss` of the run and `dp_loss` of data-parallel. Keys
-    with `_floor` are losses by the paper's law with a constant, keys with `_measured`
-    are losses that the paper measured. None: no law or no run gives this loss. `notes`
-    come last.
+    that end in `_floor` are losses by the paper's law with a floor; keys that end in
+    `_measured` are losses that the paper measured. A loss is None if no law or no run
+    gives it. `notes` come last.
 
   Raises:
-    ValueError: the arguments or the results of runs cannot work.
+    ValueError: the arguments or the results of the runs cannot be used.
   """
   laws = None
   if (args.where or args.any) and not args.results:
@@ -189,11 +189,11 @@ def recommend(args: argparse.Namespace) -> Json:
 
 
 def train_command(params: str, own: bool, r: recommend_lib.Recommendation) -> str:
-  """Writes the command that trains a recommendation.
+  """Writes the command that trains the recommended run.
 
   Args:
-    params: N as typed.
-    own: the laws are of the user's runs, whose config is not known.
+    params: N as the user wrote it, such as 1.3B.
+    own: whether the laws come from the user's runs, whose config is not known.
     r: the recommendation.
   """
   fields = {
@@ -245,7 +245,7 @@ def _loss(answer: Json, key: str) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-  """Runs one command, which prints its text; prints JSON instead if that is asked."""
+  """Runs one command, which prints its answer as text; with --json, prints JSON."""
   data = args.command(args)
   if args.json:
     print(json.dumps(data, indent=2, allow_nan=False, default=dataclasses.asdict))

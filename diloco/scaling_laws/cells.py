@@ -1,4 +1,4 @@
-"""Joins runs by seed, finds the best run of each cell and the problems of its grid.
+"""Joins runs by seed, finds each cell's best run, and checks each cell's grid.
 
 A cell is an algorithm, a size N and a number of replicas M. The runs of a cell differ
 in learning rate, batch size and outer learning rate.
@@ -15,36 +15,38 @@ from diloco.scaling_laws.fits import Numbers, check_points
 CELL = ["algorithm", "replicas", "params"]
 # Hyperparameters in which the runs of a cell may differ.
 AXES = ["learning_rate", "batch", "outer_learning_rate"]
-# Other columns of an export that runs of one setting share.
+# Runs of one setting also have equal values in these columns of a sweep's export.
 _SHAPE = ("num_layers", "dim", "vocab_size", "seq_len")
 _TEXT = ("tokenizer", "text", "held_out")  # Digests; "" for runs of earlier versions.
 _OUTER = "outer_optimizer"
 _MORE = (_OUTER, *_SHAPE, "tokens", "sync_every", "config", *_TEXT)
-# The most by which D / N of runs of one budget may differ: D is rounded to batches.
+# D / N of runs with one budget may differ by this factor, as D is rounded to batches.
 BUDGET = 1.1
 
 
 def joined(runs: pd.DataFrame) -> pd.DataFrame:
-  """Joins runs of one setting that differ only in the seed to one row.
+  """Joins runs that differ only in the seed into one row.
 
-  A sweep tunes with one seed, and repeats the best settings with other seeds. `choice`
-  finds the best setting. It is the loss of the tuning seed alone: if it were a mean, a
-  lucky single run would beat settings that were repeated. The best of many runs is
-  partly luck, so the report of a repeated setting leaves out the tuning seed.
+  A sweep tunes with one seed, and repeats the best settings with other seeds. The best
+  setting has the least `choice`, which is the loss of the tuning seed alone. If
+  `choice` were a mean over seeds, a lucky single run would beat repeated settings. The
+  best of many runs is partly lucky, so the `loss` of a repeated setting leaves out the
+  tuning seed.
 
   Args:
-    runs: a row per run, with the columns of `runs.read`; without `seed`, all seeds
-      are 0 and nothing is joined.
+    runs: one row per run, with the columns of `runs.read`. Without the column `seed`,
+      all seeds count as 0 and nothing is joined.
 
   Returns:
-    A row per setting, that of the most frequent seed of `runs`, or else of the first.
-    `all_losses` has (seed, loss) of every seed; `losses` leaves out the tuning seed,
-    which is the most frequent one, if others repeat the setting; `loss` is the mean of
-    `losses`. Runs with equal seeds differ in something else, so they stay apart.
+    One row per setting: its run with the most frequent seed of `runs`, or else its
+    first run. The tuning seed is the most frequent seed, unless several seeds are
+    equally frequent. `all_losses` has (seed, loss) of every seed. `losses` leaves out
+    the tuning seed if other seeds repeat the setting. `loss` is the mean of `losses`.
+    Runs with equal seeds differ in something else, so they are not joined.
   """
   runs = runs.assign(seed=runs.get("seed", 0))
   most = runs["seed"].mode()
-  tuning = most[0] if len(most) == 1 else None  # All seeds are alike: none tunes.
+  tuning = most[0] if len(most) == 1 else None  # In a tie, no seed is the tuning seed.
   same = [c for c in (*CELL, *AXES, *_MORE) if c in runs]
   rows = {}
   for _, some in runs.groupby(same, sort=False):
@@ -63,18 +65,18 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
   """Finds the best run and the best batch of every cell.
 
   Args:
-    runs: as `runs.read` returns them; without `choice`, `loss` chooses.
+    runs: as `runs.read` returns them; without the column `choice`, `loss` chooses.
 
   Returns:
-    A row per cell, ordered by algorithm, M and N: the one with the least `choice`. Its
-    `batch` is replaced by the minimum of the quadratic in log2 B (Section 6.1), if the
-    quadratic has one. Two columns are added:
+    One row per cell, ordered by algorithm, M and N: the run with the least `choice`.
+    Its `batch` is replaced by the result of `fit_best_batch` (Section 6.1), if this fit
+    finds a minimum. Two columns are added:
       swept: the axes with two or more values in this cell.
       problems: sentences about the cell's grid.
 
   Raises:
-    ValueError: two runs of a cell have the same hyperparameters, or runs differ in what
-      is no hyperparameter.
+    ValueError: two runs of a cell have the same hyperparameters, or runs differ in
+      something else, such as the vocabulary (see `_refuse_mixed`).
   """
   _refuse_mixed(runs)
   alike = _alike(runs)
@@ -95,7 +97,7 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def missing_cells(cells: pd.DataFrame) -> dict[tuple[str, int], list[str]]:
-  """Returns {(algorithm, M): a sentence for each N that only other cells have}."""
+  """Returns {(algorithm, M): one sentence for each N that only other pairs have}."""
   sizes = set(cells["params"])
   return {
     (algorithm, m): [
@@ -149,13 +151,13 @@ def fit_best_batch(
 
 
 def _refuse_mixed(runs: pd.DataFrame) -> None:
-  """Refuses runs of other vocabularies, texts, lengths, H, outer optimizers or budgets.
+  """Refuses runs that differ in vocabulary, text, seq_len, H, outer optimizer, tokens.
 
-  Their losses follow no common law, and the best run of a cell would be the one with
-  the fewest words, the least H or the most tokens.
+  Losses of such runs follow no common law. The best run of a cell would just be the run
+  with the smallest vocabulary, the least H or the most tokens.
 
   Raises:
-    ValueError: names the column, two values and how to choose.
+    ValueError: runs differ; the message has two different values and the remedy.
   """
   columns = [(column, runs) for column in ("vocab_size", "seq_len", *_TEXT)]
   synced = runs[runs["algorithm"] != "data_parallel"].groupby("algorithm")
@@ -183,14 +185,14 @@ def _refuse_mixed(runs: pd.DataFrame) -> None:
 
 
 def _remedy(runs: pd.DataFrame) -> str:
-  """Says how to choose one of several runs: by other columns, which are text."""
+  """Says how to choose one of several runs: by the text columns that differ."""
   text = runs.loc[:, runs.map(lambda x: isinstance(x, str)).all()]
   differ = ", ".join(text.columns[text.nunique() > 1])
   return f"choose by --where; they differ in {differ}" if differ else "keep one"
 
 
 def _alike(runs: pd.DataFrame) -> pd.DataFrame:
-  """Returns the first runs of one cell with the same hyperparameters; else no rows."""
+  """Returns the first runs that have one cell and equal hyperparameters, if any."""
   twice = runs[runs.duplicated([*CELL, *AXES], keep=False)]
   keys = twice[[*CELL, *AXES]]
   return twice[(keys == keys.head(1).squeeze()).all(axis=1)]
@@ -200,12 +202,12 @@ def _best(runs: pd.DataFrame, axes: Sequence[str]) -> dict:
   """Makes the row of one cell.
 
   Args:
-    axes: those of which some cell of the algorithm has two values. Another is fixed, or
-      the table lacks its column, as the outer learning rate of data-parallel.
+    axes: the AXES that have two or more values in all runs of the algorithm together.
+      The other axes are fixed, or do not exist: data-parallel has no outer rate.
   """
   best = runs.loc[runs["choice"].idxmin()]
   problems = [p for axis in axes if (p := _axis_problem(best, runs, axis, axes))]
-  # The loss at each batch, with the best rates (Section 6.1).
+  # The least loss at each batch, over all rates (Section 6.1).
   losses = runs.groupby("batch", sort=False)["choice"].min()
   batch = best["batch"]
   if len(losses) > 1:
@@ -220,9 +222,9 @@ def _best(runs: pd.DataFrame, axes: Sequence[str]) -> dict:
 def _axis_problem(
   best: pd.Series, runs: pd.DataFrame, axis: str, axes: Sequence[str]
 ) -> str | None:
-  """Says why the best run is not interior along an axis; None if it is.
+  """Says why the best run is not interior along an axis; None if it is interior.
 
-  The neighbours are the runs with the best run's values on the other axes.
+  Only runs that equal the best run on all other axes count as its neighbours.
   """
   others = [other for other in axes if other != axis]
   neighbours = runs[(runs[others] == best[others]).all(axis=1)]

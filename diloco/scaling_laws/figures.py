@@ -13,18 +13,18 @@ from diloco.scaling_laws import paper
 from diloco.scaling_laws.fits import Array
 from diloco.util import palette
 
-# A shade of DiLoCo's colour, a marker and its size for each M. Later markers lie above
-# the earlier ones and are smaller, so that all stay visible.
+# Each M has a shade of DiLoCo's colour, a marker and a marker size. Markers drawn later
+# cover earlier markers, so later markers are smaller or have another shape.
 _ORANGES = palette.shades(palette.COLORS["diloco"], len(paper.ALGORITHMS) - 1)
 COLORS = dict(zip(paper.ALGORITHMS, (palette.COLORS["data_parallel"], *_ORANGES)))
 MARKERS = dict(zip(paper.ALGORITHMS, "o^sDv"))
 MARKER_SIZES = dict(zip(paper.ALGORITHMS, (8, 6, 5, 3, 4)))
-# N of the models that the laws are fitted to, and of those beyond.
+# N of the models that the laws are fitted to, and N of the larger models.
 FITTED, LARGE = paper.model_sizes(), paper.model_sizes(models=paper.LARGE)
 
 
 def losses(axes: Axes, names: Sequence[str] = paper.ALGORITHMS) -> None:
-  """Draws figure 2a: the losses from 35M to 10B, and laws with a floor up to 2.4B."""
+  """Draws figure 2a: losses up to 10B, and laws with a floor, fitted up to 2.4B."""
   line = np.geomspace(FITTED[0], LARGE[-1] * 1.2, 60)
   for algorithm in names:
     law = paper.floor_fit(algorithm)
@@ -35,7 +35,7 @@ def losses(axes: Axes, names: Sequence[str] = paper.ALGORITHMS) -> None:
 
 
 def extrapolation(axes: Axes) -> None:
-  """Draws figure 13: also laws without a floor, of three algorithms."""
+  """Draws figure 13: figure 2a for three algorithms, with laws without a floor too."""
   some = ("data_parallel", "diloco_M2", "diloco_M4")
   losses(axes, some)
   line = np.geomspace(FITTED[0], LARGE[-1] * 1.2, 60)
@@ -46,7 +46,7 @@ def extrapolation(axes: Axes) -> None:
 
 
 def difference(axes: Axes) -> None:
-  """Draws figure 2b: losses and laws with a floor, in per cent above data-parallel."""
+  """Draws figure 2b: losses and laws with a floor, in percent above data-parallel."""
   line = np.geomspace(FITTED[0], LARGE[-1], 60)
   more = lambda losses, plain: 100 * (losses / plain - 1)
   base = paper.floor_fit("data_parallel")
@@ -74,7 +74,7 @@ def draw(output: pathlib.Path) -> list[str]:
 
 
 def whole_figure(title: str, parts: Sequence[Callable[[Axes], None]]) -> Figure:
-  """Draws a panel for each part, with a legend below them."""
+  """Draws one panel for each part, and a legend below the panels."""
   figure, panels = palette.panels(title, [""] * len(parts), height=3.4)
   for part, axes in zip(parts, panels):
     part(axes)
@@ -85,10 +85,10 @@ def whole_figure(title: str, parts: Sequence[Callable[[Axes], None]]) -> Figure:
 
 
 def _points(axes: Axes, algorithm: str, y: Callable[[Array, Array], Array]) -> None:
-  """Draws markers at the sizes that were fitted, and stars at 4B and 10B.
+  """Draws markers at the fitted sizes, and stars at 4B and 10B.
 
   Args:
-    y: computes what is drawn, from the losses of the algorithm and of data-parallel.
+    y: computes the drawn values from the losses of the algorithm and of data-parallel.
   """
   name = algorithm.replace("data_parallel", "data-parallel")
   label = name.replace("diloco_M", "DiLoCo, M = ")

@@ -1,9 +1,9 @@
 """Fits power laws by least squares on logarithms, with their uncertainty.
 
 Scaling Laws for DiLoCo (arXiv 2503.09799), Sections 6.1 to 6.3. N is the number of
-parameters, M of replicas; y is a loss, a learning rate or a batch size. Intervals are
-Student's t. For a law in N and M, the points at one N form a group: their errors are
-correlated.
+parameters, M is the number of replicas; y is a loss, a learning rate or a batch size.
+Intervals use Student's t distribution. For a law in N and M, the points at one N form a
+group, because their errors are correlated.
 """
 
 import abc
@@ -28,10 +28,11 @@ SIDES = ((1 - 0.9) / 2, (1 + 0.9) / 2)
 class LeastSquares(abc.ABC):
   """A least-squares fit to log y, with intervals that assume Gaussian errors of log y.
 
-  Runs of several M at one N deviate from a law in N and M in the same direction: the
-  truth bends. So only the sizes N count as independent there: see `standard_errors`.
+  In a law in N and M, runs with one N and several M deviate from the law in the same
+  direction, because the true curve bends. So only different N count as independent
+  points: see `standard_errors`.
 
-  A fit that is not linear in its parameters is replaced by its linear approximation.
+  If a fit is not linear in its parameters, its intervals use a linear approximation.
 
   Attributes:
     names: names of the k parameters: A and alpha, perhaps also B, beta and C.
@@ -64,9 +65,9 @@ class LeastSquares(abc.ABC):
 
   @property
   def spare(self) -> int:
-    """Degrees of freedom: n - k; in N and M, at most j fewer than different N.
+    """Degrees of freedom: n - k; for a law in N and M, at most (number of N) - j.
 
-    j counts the parameters that need several N: all but B and beta.
+    j counts the parameters that only several N can determine: all except B and beta.
     """
     points, groups = len(self.residuals), self.groups
     sizes = points if groups is None else len(groups)
@@ -76,21 +77,22 @@ class LeastSquares(abc.ABC):
   def interval(self) -> dict[str, Interval]:
     """Returns the 90% interval of each parameter: {'A': (low, high), ...}.
 
-    Intervals by Student's t contain the truth in 90% of the cases, from n = k + 1 on.
-    Percentiles of bootstrapped parameters would contain it in about 60% at n = 3.
+    An interval by Student's t contains the true value in 90% of the cases, for all n
+    from k + 1 on. At n = 3, percentiles of bootstrapped parameters would contain the
+    true value in only about 60% of the cases.
     """
     return dict(zip(self.names, self._bounds(self.q, np.eye(len(self.q)), scatter=0.0)))
 
   def predict_interval(self, params: float, replicas: float = 1) -> Interval:
-    """Returns the 90% interval of y of a new run, with the errors of law and run.
+    """Returns the 90% interval of a new run's y; both the law and the run have errors.
 
-    Ignores that the law may bend beyond the largest N.
+    The interval ignores that the law may bend beyond the largest N.
     """
     value, slopes = self.log_y([params], [replicas])
     return exponentials(self._bounds(value, slopes, scatter=1.0)[0])
 
   def _bounds(self, values: Array, x: Array, scatter: float) -> list[Interval]:
-    """Returns the 90% intervals of j estimates; `standard_errors` explains the Args."""
+    """Returns the 90% intervals of j values; x and scatter: see `standard_errors`."""
     if self.spare < 1:
       return [None] * len(values)
     errors = self.standard_errors(x, scatter)
@@ -98,17 +100,17 @@ class LeastSquares(abc.ABC):
     return [(float(low), float(high)) for low, high in bounds]
 
   def standard_errors(self, x: Array, scatter: float) -> Array:
-    """Returns the standard errors of x times the coefficients of a least-squares fit.
+    """Returns the standard errors of x @ q, where q are the fitted parameters.
 
-    The residuals of a group are correlated. By the usual formula, a 90% interval would
-    contain alpha in 68% of the cases (seven N, four M, 0.54 of the variance shared, as
-    in Table 4). So for groups, the formula is that of the jackknife: CR3 of Bell &
-    McCaffrey (2002). Then the interval contains alpha in 91% of these cases, and in
-    more at fewer N.
+    The residuals of a group are correlated. With the usual formula, a 90% interval
+    would contain the true alpha in only 68% of the cases (seven N, four M, 0.54 of the
+    variance shared in a group, as in Table 4). So groups use the jackknife formula, CR3
+    of Bell & McCaffrey (2002). With this formula, the interval contains the true alpha
+    in 91% of these cases, and in more than 91% if there are fewer N.
 
     Args:
-      x: float64 [j, k].
-      scatter: residual variances to add: 1 for a new observation, otherwise 0.
+      x: derivatives of j estimates with respect to q, float64 [j, k].
+      scatter: how many residual variances to add: 1 for a new run, otherwise 0.
 
     Returns:
       float64 [j].
@@ -129,14 +131,14 @@ class LeastSquares(abc.ABC):
 def _inflate(design: Array, groups: Groups) -> list[Array]:
   """Computes (I - H)^(-1/2) of each group; H is the hat matrix.
 
-  This matrix undoes the shrinking of the residuals by the fit.
+  The fit shrinks the residuals; multiplying by this matrix corrects them.
   """
   hat = design @ np.linalg.pinv(design)
   roots = []
   for g in groups:
     values, vectors = np.linalg.eigh(np.eye(len(g)) - hat[np.ix_(g, g)])
-    # Where only this group determines a direction, the fit is exact there: the residual
-    # is 0 and is not scaled.
+    # In a direction that only this group determines, the fit is exact: the residual is
+    # 0 and is not scaled.
     scale = np.where(values > 1e-9, 1 / np.sqrt(np.maximum(values, 1e-9)), 0.0)
     roots.append(vectors * scale @ vectors.T)
   return roots
@@ -270,7 +272,7 @@ def leave_largest_out(fit: Fit) -> dict[int, float]:
 
   Returns:
     The residuals at the largest N, {M: |log y - log y~|}. M is 1 for a law in N alone.
-    Empty if too few points are left for the fit.
+    The dict is empty if too few points are left for the fit.
   """
   held = fit.params == np.max(fit.params)
   n, m, y = fit.params, fit.replicas, fit.values

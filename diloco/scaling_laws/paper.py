@@ -1,10 +1,11 @@
-"""The paper's own numbers (arXiv 2503.09799), from `papers/`.
+"""Reads the numbers that the paper prints (arXiv 2503.09799), from `papers/`.
 
-The paper does not say which N it fitted. SIZES has three readings. `nominal` reads the
-names of Table 4 (35e6 to 2.4e9, with 335M). The other two compute
-12 layers width^2 + vocabulary width, without positions and norms: `padded` with the
-32,768 rows of the embedding, `words` with the 32,000 words of the vocabulary (Section
-3). `words` is the default, because it comes nearest to Tables 7, 10 and 11.
+The paper does not say which N it fitted, so SIZES has three readings of N. `nominal`
+takes N from the model names of Table 4 (35e6 to 2.4e9; 335M, not 330M). The other two
+readings compute 12 * layers * width^2 + vocabulary * width, without positions and
+norms. For `padded`, the vocabulary is the 32,768 rows of the embedding; for `words`, it
+is the 32,000 words (Section 3). `words` is the default, because it comes nearest to
+Tables 7, 10 and 11.
 """
 
 import functools
@@ -19,14 +20,14 @@ from diloco.spec.shapes import matrix_params
 from diloco.util.command import parse_count
 from diloco.util.shipped import papers_table
 
-# Tokens per sequence; the unit of the paper's batch laws.
+# Tokens per sequence; the paper's batch laws count sequences of this length.
 SEQ_LEN = 2048
 WORDS = 32_000
 # Tokens per parameter (Section 3.1).
 CHINCHILLA = 20
 REPLICAS = (1, 2, 4, 8)
 ALGORITHMS = ("data_parallel", *(f"diloco_M{m}" for m in REPLICAS))
-# Vocabulary size for each reading of N; None stands for the models' rounded names.
+# {reading of N: vocabulary size}. None: N is the rounded number in a model's name.
 SIZES = {"words": WORDS, "padded": 32_768, "nominal": None}
 # Models trained with predicted hyperparameters (Tables 5 and 12).
 LARGE = ("4B", "10B")
@@ -35,7 +36,7 @@ read = functools.cache(functools.partial(papers_table, "scaling_laws"))
 
 
 def num_params(layers: int, dim: int, vocab_size: int = WORDS) -> float:
-  """Counts N of a decoder as the laws do: without positions and norms."""
+  """Counts N, a decoder's parameters, as the laws do: without positions and norms."""
   m = ModelConfig(num_layers=layers, dim=dim, vocab_size=vocab_size)
   return float(matrix_params(m))
 
@@ -45,7 +46,7 @@ def model_sizes(sizes: str = "words", models: Sequence[str] = ()) -> Array:
 
   Args:
     sizes: one of SIZES.
-    models: names as in Table 3, such as 4B. Empty means the seven of Table 4.
+    models: names as in Table 3, such as 4B. Empty means the seven models of Table 4.
   """
   rows = read("table3_models")
   rows = [r for r in rows if r["scale"] in models] if models else rows[:7]
@@ -118,7 +119,7 @@ def loss_fit(algorithm: str, sizes: str = "words") -> Fit:
 def floor_fit(algorithm: str, sizes: str = "words") -> parametric.Optimum:
   """Fits A N^alpha + C, or A N^alpha M^beta + C for `joint`, to Table 4.
 
-  A law with the floor C predicts 4B and 10B better than one without (Tables 5, 12).
+  With C, a law predicts the losses at 4B and 10B better than without (Tables 5, 12).
 
   Raises:
     ValueError: the paper has no losses of the algorithm.
@@ -128,7 +129,7 @@ def floor_fit(algorithm: str, sizes: str = "words") -> parametric.Optimum:
 
 
 def _points(algorithm: str, sizes: str) -> tuple[Array, Array, Array]:
-  """Returns N, M and loss of an algorithm in Table 4; `joint`: DiLoCo with every M."""
+  """Returns N, M and loss of an algorithm in Table 4; `joint` is DiLoCo with any M."""
   _check_algorithm(algorithm)
   if algorithm == "joint":
     return loss_grid(sizes)

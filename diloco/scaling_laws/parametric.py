@@ -3,14 +3,13 @@
 `fit_parametric` follows the paper: it minimises the Huber loss on logarithms by L-BFGS
 from random starts, and the held-out data choose among the results. It fits A, B and C,
 not their logarithms. The objective is so flat along A that L-BFGS leaves A near its
-start and fits the exponents to this A. In effect, the procedure is a random search, and
-the held-out data choose the result.
+start and fits the exponents to this A. In effect, the procedure is a random search.
 
 So the residuals depend on the starts, most of all for the fourth form: 0.0042 to 0.0048
-over five seeds of 256 starts each, 0.0058 at the optimum. The optimum does not explain
-the paper's Table 13. The optimum of the first form is the joint law of Table 10. Its
-residuals average 0.012 in Table 11, but 0.0044 in Table 13. `fit_optimum` finds the
-optimum and its uncertainty.
+over five seeds of 256 starts each, but 0.0058 at the optimum. The paper's Table 13 does
+not have the residuals of optima: the optimum of the first form is the joint law of
+Table 10, whose residuals average 0.012 in Table 11, but 0.0044 in Table 13.
+`fit_optimum` finds the optimum and its uncertainty.
 """
 
 import dataclasses
@@ -23,12 +22,12 @@ from scipy import optimize
 
 from diloco.scaling_laws.fits import Array, LeastSquares, Numbers, check_points
 
-# A term coefficient * exp(exponent): the coefficient, the exponent [n], and the
-# derivatives [n] of the exponent with respect to its parameters.
+# A term is coefficient * exp(exponent). The tuple has the coefficient, the exponent
+# [n], and the derivatives [n] of the exponent with respect to its parameters.
 Term = tuple[float, Array, tuple[Array, ...]]
 
 # The paper prints neither DELTA nor OPTIONS; the values are ours.
-# The residual of log L above which the Huber loss is linear. The residuals here are
+# DELTA is the residual of log L above which the Huber loss is linear. Our residuals are
 # below 0.03, so 0.1 means least squares; Hoffmann et al. use 1e-3.
 DELTA = 0.1
 OPTIONS = {"maxiter": 15_000, "maxfun": 60_000, "gtol": 1e-5}
@@ -36,7 +35,7 @@ OPTIONS = {"maxiter": 15_000, "maxfun": 60_000, "gtol": 1e-5}
 _OUTSIDE = 1e3
 # Replaces L where a form is not positive, because log L needs a positive number.
 _LEAST = 1e-300
-# This many values of each exponent start the optimum search.
+# The search for the optimum starts from a grid with this many values per exponent.
 _GRID = 21
 
 
@@ -62,9 +61,10 @@ class Form:
 
   Attributes:
     name: the name in the paper's Table 13.
-    terms: returns all terms but C, from the parameters q and log N, log M and M [n].
-    parameters: {name: (low, high)} in the order of q: the box in which `fit_parametric`
-      draws starts, for losses in nats. L is linear in the capital ones.
+    terms: returns all terms except C. The arguments are q, log N [n], log M [n], M [n].
+    parameters: {name: (low, high)} in the order of q. `fit_parametric` draws its starts
+      between these bounds, which suit losses in nats. L is linear in the parameters
+      with capital letters.
   """
 
   name: str
@@ -90,7 +90,7 @@ class Form:
     return total, np.stack(gradient)
 
   def error(self, q: Array, params: Array, replicas: Array, losses: Array) -> float:
-    """Returns the mean |log f - log L| over points [n]; inf if f is not positive."""
+    """Returns the mean |log f - log L| at points [n]; f: this form. inf if f <= 0."""
     value, _ = self.at(q, params, replicas)
     if not (value > 0).all():
       return np.inf
@@ -118,16 +118,16 @@ FORMS = (
   ),
 )
 
-# The law of one algorithm, with a floor C: the second of FORMS without M^beta.
+# The law of one algorithm, with a floor C: the second form of FORMS without M^beta.
 FLOOR = Form("A*N^alpha+C", _size, {"A": _A, "alpha": _ALPHA, "C": _C})
 
 
 class ParametricFit(NamedTuple):
-  """The result with the least error on the held-out points.
+  """The result of the start with the least error on the held-out points.
 
   Attributes:
     q: the parameters, float64 [k].
-    held_out: mean |log f - log L| on the held-out points.
+    held_out: the result of `Form.error` on the held-out points.
   """
 
   q: Array
@@ -216,7 +216,7 @@ def fit_optimum(
   """Finds the optimum of a form, which `fit_parametric` may miss.
 
   The method is trust-region least squares on log L, from the best point of a grid. For
-  small residuals, the objective equals that of `fit_parametric`, the Huber loss.
+  small residuals, the objective equals the Huber loss of `fit_parametric`.
 
   Args:
     form: one of FORMS, or FLOOR for one M.
@@ -243,9 +243,10 @@ def fit_optimum(
 
 
 def _start(form: Form, n: Array, m: Array, y: Array) -> Array:
-  """Returns the best parameters [k] whose exponents lie on a grid over their box.
+  """Returns the best parameters [k] whose exponents lie on a grid in their bounds.
 
-  For given exponents, L is linear in A, B and C; these have the least squares of L / y.
+  For given exponents, L is linear in A, B and C: linear least squares finds the A, B
+  and C with which L / y is nearest to 1.
   """
   linear = np.array([name.isupper() for name in form.names])
   axes = [

@@ -48,8 +48,8 @@ def predict(
     replicas: M.
     method: joint or independent.
     algorithm: data_parallel, diloco or streaming.
-    laws: laws of your own runs; None takes the paper's.
-    floor: whether to take the paper's law with a constant C, below which no loss goes.
+    laws: laws of your own runs; None: the paper's laws.
+    floor: whether to use the paper's law with a floor C, below which no loss falls.
 
   Raises:
     ValueError: there is no law for this M.
@@ -79,7 +79,7 @@ def measured(params: float, replicas: int, method: str, algorithm: str) -> float
 def own_laws(laws: dict[str, Laws], name: str, algorithm: str) -> tuple[str, Laws]:
   """Finds your own laws by a name such as joint or diloco_M2; returns name and laws.
 
-  Tries the name itself, then laws of the algorithm, of diloco, of streaming.
+  Looks for laws of `algorithm` first, then of diloco, then of streaming.
 
   Raises:
     ValueError: there are no such laws.

@@ -1,4 +1,4 @@
-"""Recommends the hyperparameters and the budget of a run, by scaling laws.
+"""Recommends the hyperparameters and the budget of a run, from scaling laws.
 
 The laws are Tables 7 to 10 of Scaling Laws for DiLoCo (arXiv 2503.09799), or laws
 fitted to your own runs. For the paper's laws, N is
@@ -12,10 +12,10 @@ import math
 from diloco.scaling_laws import paper, predict, results
 from diloco.scaling_laws.fits import PowerLaw
 
-# The outer learning rate by M. Figure 7 of arXiv 2503.09799 draws it without numbers.
-# The text says that it lies on the grid 0.2, 0.4, ... 1.0, is constant in N from 335M
-# on and is larger for larger M. Other papers print 0.4 (Streaming DiLoCo, Section 3.2,
-# whose main experiments have M = 2) and 0.7 for M = 8 (DiLoCo, arXiv 2311.08105). The
+# {M: outer learning rate}. Figure 7 of arXiv 2503.09799 draws the rates without
+# numbers. The paper says that the rate lies on the grid 0.2, 0.4, ... 1.0, is constant
+# in N from 335M on and rises with M. Other papers print 0.4 (Streaming DiLoCo, Section
+# 3.2; main experiments with M = 2) and 0.7 for M = 8 (DiLoCo, arXiv 2311.08105). The
 # values here lie on the grid, rise with M and are near 0.4 and 0.7. The values for
 # M = 1 and 4 are our reading.
 OUTER_RATES = {1: 0.4, 2: 0.4, 4: 0.6, 8: 0.8}
@@ -23,9 +23,10 @@ OUTER_SOURCE = (
   "0.4 at M=2 and 0.7 at M=8 are printed; figure 7: rises with M, not with N"
 )
 
-_H = 30  # That of the paper's laws.
-_SMALLEST = 34e6  # Slightly below the exact size of 35M.
-# Momentum 0.9 averages ten rounds; with 160, 0.5 is 2.4 points better (docs/gap.csv).
+_H = 30  # H of the runs behind the paper's laws.
+_SMALLEST = 34e6  # Slightly below the exact N of the model 35M.
+# Runs with fewer rounds need less outer momentum, as 0.9 averages over ten rounds. With
+# 160 rounds, momentum 0.5 ends 2% lower than momentum 0.9 (docs/gap.csv).
 _FEW_ROUNDS = 300
 
 
@@ -83,15 +84,17 @@ def recommend(
   Args:
     params: N.
     replicas: M.
-    method: joint takes the laws in N and M; independent takes the laws in N of this M
-      alone. data_parallel always takes laws in N alone.
-    algorithm: data_parallel, diloco or streaming, which takes the paper's DiLoCo laws.
+    method: joint uses laws in N and M; independent uses laws in N alone, fitted at
+      this M. data_parallel always uses laws in N alone.
+    algorithm: data_parallel, diloco or streaming. The paper's laws of DiLoCo also serve
+      streaming.
     overtrain: multiplies the budget.
     seq_len: tokens per sequence.
     fsdp: devices inside a replica; they must divide the sequences of the replica.
-    tokens: budget; 0 takes 20 N, or N times the tokens per parameter of your own runs.
-    batch_tokens: tokens per step; 0 takes the law of the batch.
-    laws: laws of your own runs; None takes the paper's.
+    tokens: budget; 0: N times the tokens per parameter of your own runs if `laws` has
+      them, else 20 N.
+    batch_tokens: tokens per step; 0: by the law of the batch.
+    laws: laws of your own runs; None: the paper's laws.
 
   Raises:
     ValueError: a number is not positive, or there is no law for this M.
@@ -107,7 +110,7 @@ def recommend(
   rate = _law_of("learning_rate", "inner_lr", name, own)
   if not batch_tokens:
     batch_tokens = _law_of("batch", "batch_size", name, own)(params, replicas)
-  # The geometric mean of the least and the most D / N of your runs, or the paper's.
+  # Geometric mean of the least and the greatest D / N of your runs, or the paper's 20.
   known = own.tokens_per_param if own else None
   per_param = math.sqrt(math.prod(known)) if known else float(paper.CHINCHILLA)
   budget = (tokens or per_param * params) * overtrain
@@ -154,9 +157,9 @@ def recommend(
 
 
 def _notes(params: float, replicas: int, own: results.Laws | None) -> list[str]:
-  """Writes sentences on where N, M and the budget are beyond the fitted runs."""
+  """Writes a sentence for each of N, M and budget that is outside the fitted runs."""
   if own is None:
-    # 10.1e9 lies slightly beyond the exact size of 10B.
+    # 10.1e9 lies slightly above the exact N of the model 10B.
     stretched = {
       f"N = {params:g} is beyond what the laws were fitted to, 35M to 2.4B, and tried"
       " at, 4B and 10B: sweep nearby.": not _SMALLEST < params < 10.1e9,
@@ -196,8 +199,8 @@ def outer_rate(replicas: int) -> float:
 def round_batch(sequences: float, unit: int) -> int:
   """Returns the unit * 2^k, k >= 0, whose ratio to `sequences` is nearest to 1.
 
-  The paper sweeps powers of two. `unit` is M times the devices inside a replica; it
-  must divide the batch. If unit is a power of two, the result is one too.
+  The paper sweeps powers of two. `unit` is M times the devices inside a replica, and
+  the batch must be a multiple of `unit`. If `unit` is a power of two, so is the result.
   """
   return unit * 2 ** max(round(math.log2(sequences / unit)), 0)
 

@@ -1,4 +1,4 @@
-"""Fits laws to your own runs, from the best run of every cell."""
+"""Fits laws to your own runs: to the best run of every cell."""
 
 import dataclasses
 from itertools import chain
@@ -15,14 +15,15 @@ class Laws:
 
   Attributes:
     loss: law of the evaluation loss.
-    learning_rate: law of the inner learning rate; None if it was swept at too few sizes
-      (or replica counts), or if all runs have one value.
-    batch: law of the batch in tokens; None for the same reason.
-    sizes: all N, rising.
-    replicas: all M, rising.
-    tokens_per_param: least and most D / N; None if some D is unknown.
-    outer_rates: best outer rate by M: at the largest N where it was swept, or if it was
-      never swept, at the largest N. An M without known outer rates is left out.
+    learning_rate: law of the inner learning rate; None if the rate was swept at too few
+      N (or M), or if all runs have one value.
+    batch: law of the batch in tokens; None for the same reasons as `learning_rate`.
+    sizes: all N, in rising order.
+    replicas: all M, in rising order.
+    tokens_per_param: least and greatest D / N; None if some D is unknown.
+    outer_rates: {M: best outer rate at the largest N with a sweep of the outer rate}.
+      Without such a sweep, the largest N counts. An M without known outer rates is left
+      out.
     problems: sentences about the cells, and about quantities without a law.
   """
 
@@ -43,17 +44,19 @@ def fit_runs(
 
   Args:
     runs: as `runs.read` returns them, of any algorithms.
-    strict: whether a problem is an error: a best point on the edge of its grid, a rate
-      or batch that was swept in other cells only, batches without interior minimum, a
-      missing cell. A rate or batch that all runs of an algorithm share is none.
+    strict: whether a problem raises an error. Problems are, for example, a best point
+      on the edge of its grid, a rate or batch that only other cells swept, batches
+      without an interior minimum, and a missing cell. A rate or batch that all runs of
+      an algorithm share is no problem.
 
   Returns:
-    Laws by name: `data_parallel`, `diloco_M2`, ... for each algorithm and M with two
-    sizes or more, and `diloco_joint` over all M of an algorithm that has several; and
-    the problems, one sentence each (none if strict).
+    {name: laws}, and the problems, one sentence each (none if strict). Each algorithm
+    and M with two or more sizes has laws: `data_parallel`, `diloco_M2`, ... An
+    algorithm with several M also has laws over all of them, such as `diloco_joint`.
 
   Raises:
-    ValueError: bad runs; any problem, if strict; too few sizes for a single law.
+    ValueError: the runs are bad, there is a problem and `strict`, or no law can be
+      fitted because there are too few sizes.
   """
   cells = best_of_cells(runs)
   missing = missing_cells(cells)
@@ -71,7 +74,7 @@ def fit_runs(
       laws[name] = _laws(name, group, missing)
     except ValueError as error:  # Too few cells.
       problems.append(str(error))
-  # Laws share cells, so their problems repeat: lists each problem once.
+  # Several laws share a cell and report its problems again: lists each problem once.
   every = chain(problems, *(law.problems for law in laws.values()))
   problems = list(dict.fromkeys(every))
   if strict and problems:
@@ -85,7 +88,7 @@ def fit_runs(
 def _laws(
   name: str, cells: pd.DataFrame, missing: dict[tuple[str, int], list[str]]
 ) -> Laws:
-  """Fits the laws of cells that have one algorithm, and one M or several."""
+  """Fits the laws of cells that have one algorithm, and one or several M."""
   algorithm, replicas = cells["algorithm"].iloc[0], sorted(set(cells["replicas"]))
   problems = [*chain(*cells["problems"], *(missing[algorithm, m] for m in replicas))]
 
@@ -96,7 +99,7 @@ def _laws(
   def fit_swept(axis: str) -> Fit | None:
     some = cells[[axis in swept for swept in cells["swept"]]]
     if some.empty and cells[axis].nunique() == 1:
-      return None  # A fixed value is a choice.
+      return None  # The user fixed the value, which is no problem.
     try:
       return fit(axis, some)
     except ValueError as error:

@@ -11,9 +11,10 @@ import pandas as pd
 from diloco.scaling_laws.cells import joined
 
 NEEDED = ("params", "replicas", "loss", "learning_rate")
-# Column of the loss on the test text, which chooses nothing; used if all runs have it.
+# Column of the loss on the test text. `read` reports this loss if all runs have it; the
+# column `loss` chooses the settings.
 TEST_LOSS = "test_loss"
-# Columns that may be absent or empty; both count as 0.
+# Columns that may be absent or empty; missing values count as 0.
 OPTIONAL = ("outer_learning_rate", "tokens")
 WHOLE = ("replicas", "sync_every", "seed")
 
@@ -31,22 +32,22 @@ def read(
     more: further columns of numbers that the caller needs.
 
   Returns:
-    A row per setting, indexed by the line of its run in the file. Runs that differ only
-    in the seed are joined (`cells.joined`). The columns are
+    One row per setting, indexed by the line number of its run in the file. Runs that
+    differ only in the seed are joined (`cells.joined`). The columns are
       algorithm: data_parallel, diloco or streaming.
       params: N.
       replicas: M; 1 for data_parallel.
-      loss: held-out loss, nats per token, mean of `losses`: the column `test_loss` if
-        all runs have it, else `loss`.
-      choice: the column `loss` of one run, by which the best setting is chosen.
-      losses: (seed, loss) of each seed; without the tuning seed, if there are others.
+      loss: held-out loss in nats per token, the mean of `losses`. It comes from the
+        column `test_loss` if all runs have a test loss, else from the column `loss`.
+      choice: the file's `loss` of the row's run; the best setting has the least.
+      losses: (seed, loss) of each seed, without the tuning seed if there are others.
       all_losses: (seed, loss) of each seed.
       learning_rate: peak of the inner learning rate.
       batch: tokens per step over all replicas, from the columns `batch_sequences` and
         `seq_len`, or from `batch_tokens`.
       outer_learning_rate: 0 for data_parallel, or if unknown.
       tokens: D; 0 if unknown.
-    the columns of `more`, and the file's other columns as text.
+    and the columns of `more`, which are numbers. The file's other columns are text.
 
   Raises:
     ValueError: a column is missing, a value is not a number (the error names the line),
@@ -79,7 +80,7 @@ def read(
 
 
 def _finished(path: str | os.PathLike, where: Mapping[str, str]) -> pd.DataFrame:
-  """Reads the finished rows that `where` selects as text, indexed by line number."""
+  """Reads, as text, the finished rows that `where` selects; the index is the line."""
   try:
     with open(path, newline="", encoding="utf-8-sig") as file:
       reader = csv.reader(file, skipinitialspace=True)

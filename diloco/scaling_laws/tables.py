@@ -1,4 +1,4 @@
-"""Computes the paper's tables (arXiv 2503.09799) and compares them cell by cell."""
+"""Computes the tables of arXiv 2503.09799, and compares each cell with the paper's."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,7 +12,10 @@ from diloco.util.bar import make_bar
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """Our number, the paper's, and our 90% interval. None stands for no number."""
+  """Our number and the paper's number, with our 90% interval.
+
+  In Table 13, the interval is the range over seeds. None stands for a missing number.
+  """
 
   ours: float | None
   paper: float | None = None
@@ -38,9 +41,9 @@ class Table:
   """A table of the paper.
 
   Attributes:
-    title: the content, and the definition of N.
+    title: what the table shows, and which N it uses.
     columns: names of the columns.
-    relative: columns with deviations as ratios; the others have differences.
+    relative: columns whose deviations are ratios; all other deviations are differences.
     rows: {row: cells in the order of columns}.
     note: a text to show below the table, or "".
   """
@@ -81,11 +84,11 @@ def table10(sizes: str = "words") -> Table:
 
 
 def table10_from_8_and_9(sizes: str = "words") -> Table:
-  """Fits the joint laws of rate and batch to values of the single laws.
+  """Fits joint laws of learning rate and batch to the values of the laws for each M.
 
-  The paper does not print the data. On a full grid, such as Table 4's, a joint fit to
-  the values of the single laws equals a joint fit to the data, because the single laws
-  are a projection of the data onto more columns.
+  The paper prints these laws, but not the data behind them. On a full grid, such as
+  Table 4's, a joint fit to the laws' values equals a joint fit to the data: the laws
+  for each M are a projection of the data onto a space that contains the joint law.
   """
   n, m, _ = paper.loss_grid(sizes)
   rows = {}
@@ -105,7 +108,7 @@ def table10_from_8_and_9(sizes: str = "words") -> Table:
 
 
 def table11(sizes: str = "words") -> Table:
-  """Computes residuals of the loss at 2.4B, which is left out of the fit."""
+  """Computes residuals of the loss at 2.4B, a size that the fits leave out."""
   printed = {
     (r["M"], r["fit"]): float(r["res_loss"]) for r in paper.read("table11_residuals")
   }
@@ -124,12 +127,12 @@ def table11(sizes: str = "words") -> Table:
 
 
 def table13(sizes: str = "nominal", seeds: int = 5) -> Table:
-  """Computes the mean residual of each parametric form on the held-out 2.4B.
+  """Computes the mean residual of each parametric form at the held-out size 2.4B.
 
-  The paper does not print its starts, and the result depends on them. So the table
-  shows the result of the first seed, the range over all `seeds`, and the residual of
-  the optimum, which needs no starts. The search takes seconds; a terminal shows its
-  progress.
+  The result depends on the random starting points, which the paper does not print. So
+  the table shows the result of the first seed, the range over all `seeds`, and the
+  residual of the optimum, which needs no starting points. The search takes seconds; a
+  terminal shows its progress.
   """
   n, m, y = map(np.asarray, paper.loss_grid(sizes))
   held = n == n.max()
@@ -155,9 +158,9 @@ def table13(sizes: str = "nominal", seeds: int = 5) -> Table:
 def extrapolation(sizes: str = "words") -> Table:
   """Predicts the losses at 4B and 10B of Tables 5 and 12.
 
-  The paper trained models with hyperparameters of independent laws and of joint laws.
-  Each measured loss is compared with a loss law of the same kind. The rows `with
-  floor` add a constant to the law.
+  The paper trained models with hyperparameters from independent and from joint laws.
+  Each measured loss is compared with a loss law of the same kind. In the rows named
+  `with floor`, the law has an additional constant.
   """
   rows, columns = {}, paper.LARGE
   for line in paper.read("table12_fit_extrapolation"):
@@ -188,10 +191,10 @@ def extrapolation(sizes: str = "words") -> Table:
 
 
 def all_tables(sizes: str | None = None) -> Iterator[Table]:
-  """Yields every table when it is computed.
+  """Computes and yields the tables one after another.
 
   Args:
-    sizes: one of `paper.SIZES`. None: for each table, the one nearest to the paper.
+    sizes: one of `paper.SIZES`. None: each table uses the N nearest to the paper.
   """
   first = sizes or "words"
   yield table7(first)
@@ -214,7 +217,7 @@ def show(table: Table) -> str:
 
 
 def _law_cells(algorithm: str, sizes: str) -> tuple[Cell, ...]:
-  """Fits the loss law of an algorithm, or of `joint`; returns a cell per parameter."""
+  """Fits the loss law of an algorithm or `joint`; returns one cell per parameter."""
   fit, theirs = paper.loss_fit(algorithm, sizes), paper.law("loss", algorithm)
   return tuple(
     Cell(getattr(fit.law, name), getattr(theirs, name), interval)

@@ -1,1 +1,1 @@
-"""Simulates the bandwidth that a method needs, and training time. No JAX."""
+"""Simulates the bandwidth that a method needs, and the training time. No JAX."""

@@ -117,7 +117,7 @@ def draw(args: Args) -> Answer:
 
 
 def link(args: Args) -> Answer:
-  """Computes the utilisation of a link, or the bandwidth that a utilisation needs."""
+  """Computes the utilisation with a link, or the bandwidth that a utilisation needs."""
   work, share = workload(args), args.get("target", 0.95)
   if args["command"] == "bandwidth":
     gbits = required_bandwidth(work, share) / 1e9
@@ -136,7 +136,7 @@ def link(args: Args) -> Answer:
 
 
 def states(args: Args) -> Answer:
-  """Answers how much memory parameters and optimizers need."""
+  """Computes how much memory parameters and optimizers need."""
   papers = {} if "config" in args else {"params": 100e9, "layers": 108}
   work = workload({"step_time": 1.0, **papers, **args})
   if work.method == "data_parallel":
@@ -192,7 +192,7 @@ COMMANDS = {
 
 
 def known() -> dict[str, Command]:
-  """Returns the simulators: those above, and the `COMMAND` of each file of contrib."""
+  """Returns the simulators: COMMANDS, and each `COMMAND` in contrib/simulate."""
   files = (shipped.PACKAGE / "contrib/simulate").glob("[!_]*.py")
   names = [p.stem for p in sorted(files)]
   load = lambda name: importlib.import_module(f"diloco.contrib.simulate.{name}")

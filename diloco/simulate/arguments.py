@@ -1,4 +1,4 @@
-"""The options of the simulators' commands, and what they describe. No JAX."""
+"""Defines the options of the simulators, and makes workloads from them. No JAX."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,7 @@ Answer = tuple[object, str]  # The data that --json prints, and the text without
 
 
 def number(text: str) -> float:
-  """Parses a number whose products stay finite."""
+  """Parses a number; refuses extreme numbers, so that products stay finite."""
   try:
     value = float(text)
   except ValueError:
@@ -27,16 +27,17 @@ def number(text: str) -> float:
   return value
 
 
-whole = in_range(0, 10**12)  # 64 bits hold positions in a round.
+whole = in_range(0, 10**12)  # With this limit, 64 bits hold a position in a round.
 
 
 class Option(NamedTuple):
   """An option of the command line.
 
   Attributes:
-    help: meaning, unit and default.
-    type: converts the text; bool: the option has none, and is given or not.
-    field: the config field that gives this value. Such an option excludes --config.
+    help: the option's meaning, unit and default.
+    type: converts the option's text. bool: the option is a flag without a text.
+    field: the config field that gives this value with --config. If there is
+      such a field, the option cannot be combined with --config. "": there is none.
   """
 
   help: str
@@ -48,10 +49,10 @@ class Command(NamedTuple):
   """A simulator.
 
   Attributes:
-    help: what it answers.
-    run: computes the answer from the arguments that are given, by name.
-    options: names of OPTIONS, separated by spaces; those with an exclamation mark must
-      be given.
+    help: what the simulator answers.
+    run: computes the answer from the given arguments, by name.
+    options: names of OPTIONS, separated by spaces. An option with an exclamation mark
+      must be given.
     more: options of this command alone.
   """
 
@@ -83,8 +84,8 @@ OPTIONS = {
   "last": Option("last inner step to draw; default one round later", whole),
   "out": Option("file or folder to write", as_path),
 }
-COMPUTE = ("chips", "peak_tflops", "mfu")  # What gives the step time of a config.
-# The options without effect on a method.
+COMPUTE = ("chips", "peak_tflops", "mfu")  # Options that give a config's step time.
+# {method: the options that have no effect on this method}.
 IGNORED = {
   "data_parallel": ("sync_every", "fragment_size", "tau"),
   "diloco": ("fragment_size", "tau"),

@@ -52,7 +52,7 @@ def draw(name: str, folder: pathlib.Path) -> list[str]:
 def plot_utilisation(
   axis: Axes, gbits: np.ndarray, works: Mapping[str, Workload], simulate: Simulator
 ) -> None:
-  """Draws utilisation against bandwidth, a line per label.
+  """Draws utilisation against bandwidth, with one line per label.
 
   Args:
     axis: the panel.
@@ -69,7 +69,7 @@ def plot_utilisation(
 
 
 def curves(title: str, models: Mapping[str, Model], settings: Settings) -> Figure:
-  """Draws utilisation against bandwidth: a panel per model, a curve per setting."""
+  """Draws utilisation against bandwidth: one panel per model, one curve per setting."""
   figure, axes = panels(title, list(models), sharey=True)
   for axis, model in zip(axes, models.values()):
     works = {k: papers_workload(*model, **fields) for k, fields in settings.items()}
@@ -80,12 +80,12 @@ def curves(title: str, models: Mapping[str, Model], settings: Settings) -> Figur
 def busy_times(
   title: str, settings: Settings, layers: int, rate: float, steps: int, **fields: Any
 ) -> Figure:
-  """Draws when the link and the devices are busy; a panel per setting.
+  """Draws when the link and the devices are busy, with one panel per setting.
 
   Args:
     title: title of the figure.
     settings: {title of the panel: fields of Workload}.
-    layers: layers of a model of 1B parameters with steps of one second.
+    layers: number of layers. The model has 1B parameters and steps of one second.
     rate: bits per second of the link.
     steps: steps to draw.
     fields: fields of Workload that all panels share.
@@ -111,11 +111,11 @@ def busy_times(
 
 
 def hours(title: str, xlabel: str, lines: dict[str, dict[float, Training]]) -> Figure:
-  """Draws idealised hours of training runs: a panel per network.
+  """Draws idealised hours of training runs, with one panel per network.
 
   Args:
     title: title of the figure.
-    xlabel: meaning of x.
+    xlabel: label of the x axis.
     lines: {label: {x: run}}.
   """
   titles = [f"{name}: {n.bandwidth / 1e9:g} Gbit/s" for name, n in NETWORKS.items()]
@@ -131,7 +131,7 @@ def hours(title: str, xlabel: str, lines: dict[str, dict[float, Training]]) -> F
 
 
 def figure_s2() -> Figure:
-  """Draws which layers each fragment has, sequential and strided."""
+  """Draws which layers each fragment has, in the sequential and the strided pattern."""
   patterns, layers = ("sequential", "strided"), 12
   title = f"Fragments of 3 of {layers} layers, in the order of their sends"
   figure, axes = panels(title, patterns, sharey=True)
@@ -148,7 +148,7 @@ def figure_s2() -> Figure:
 
 
 def figure_s3() -> Figure:
-  """Draws schedules of four methods; two fragments of one layer, H = 2."""
+  """Draws schedules of four methods, for two fragments of one layer and H = 2."""
   settings = dict(list(METHODS.items())[:4])
   title = "When link and devices are busy: two fragments of one layer, H = 2"
   return busy_times(title, settings, 2, 40e9, 4, sync_every=2, fragment_size=1)
@@ -168,9 +168,9 @@ def of_config(c: Config, seconds: float, latency: float = 0.0) -> Figure:
   """Draws figure s4 for the model, M, H and fragments of a config.
 
   Args:
-    c: the config. Payloads and gradients have 16 bits, or 4 where the label says so.
-    seconds: compute per step.
-    latency: seconds per reduction.
+    c: the config. Values on the link have 16 bits, or 4 bits if the label says FP4.
+    seconds: seconds of compute per step.
+    latency: seconds added to every reduction.
   """
   fields: dict[str, Any] = {"overlap.tau": 1, "overlap.taus": ()}
   fields |= {"inner.gradient_dtype": "bfloat16", "wire.format": "bf16"}
@@ -193,8 +193,8 @@ def of_config(c: Config, seconds: float, latency: float = 0.0) -> Figure:
 
 
 def figure_s6() -> Figure:
-  """Draws the peak of a sync over the size of a fragment: figure 6b, for 500M."""
-  layers, embedding = 18, 32_000 / (12 * 1536)  # In blocks, of 12 width^2 parameters.
+  """Draws the largest payload of a sync against fragment size: figure 6b, for 500M."""
+  layers, embedding = 18, 32_000 / (12 * 1536)  # Unit: a block of 12 width^2 values.
   sizes = (1, 2, 3, 6, 9, 18)
   figure, (axis,) = panels("Largest payload of a sync, 500M, 18 layers")
   for label, embed, look in (("with", embedding, "o-"), ("without", 0, "o:")):
@@ -259,7 +259,7 @@ def figure_c10() -> Figure:
 
 
 def figure_c6() -> Figure:
-  """Draws hours against parameters N; D = 20 N, batch of 2^20 tokens."""
+  """Draws hours against parameters N, for D = 20 N and a batch of 2^20 tokens."""
   settings: Settings = {
     "data-parallel": {"method": "data_parallel", "replicas": 1},
     "DiLoCo, M = 1": {"replicas": 1},
@@ -276,7 +276,7 @@ def figure_c6() -> Figure:
 
 
 def figure_c12() -> Figure:
-  """Draws hours against the overtraining factor; DiLoCo has the larger batch."""
+  """Draws hours against the overtraining factor; DiLoCo has twice the batch."""
   lines = {}
   for name, batch in (("data-parallel", 2**20), ("DiLoCo", 2**21)):
     method = METHODS[name]["method"]

@@ -1,6 +1,6 @@
-"""Turns a config into the workload that the simulators take, and its seconds per step.
+"""Makes the simulators' workload from a config, and computes its seconds per step.
 
-Shapes, wire sizes and the schedule are those of the trainer.
+Shapes, wire sizes and the schedule equal those of the trainer.
 """
 
 import dataclasses
@@ -13,19 +13,19 @@ from diloco.spec import sizes
 from diloco.spec.fields import Range
 from diloco.spec.shapes import flops_per_token, leaves, num_params, parameters
 
-# Defaults of the simulators: the peak of a TPU v5e, and the share that a run reaches.
+# The simulators' defaults: the peak of a TPU v5e, and the share of it that runs reach.
 PEAK_TFLOPS, MFU = 197, 0.4
 
 
 def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
   """Makes the workload of a config, with the trainer's fragments and schedule.
 
-  `embed` (embedding, positions, final norm) counts as one more layer before the first.
-  Each value is sent in the mean bits per parameter.
+  `embed` (embedding, positions, final norm) counts as one more layer before the blocks.
+  Each value is sent with the mean number of bits per parameter.
 
   Args:
-    seconds: compute per step.
-    latency: seconds per reduction.
+    seconds: seconds of compute per step.
+    latency: seconds added to every reduction.
   """
   embed = sum(math.prod(s) for _, s in leaves({"embed": parameters(c.model)["embed"]}))
   block = (num_params(c.model) - embed) / c.model.num_layers
@@ -33,7 +33,7 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
     ((0,) if f.rest else ()) + tuple(i + 1 for i in f.layers)
     for f in c.make_fragments()
   )
-  # Simulates the rounds after the joint steps.
+  # The workload has only the rounds after the joint steps.
   schedule, synced = dataclasses.replace(c.make_schedule(), joint_steps=0), bool(layers)
   return Workload(
     params_per_layer=(embed,) + (block,) * c.model.num_layers,
@@ -41,7 +41,7 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
     method="streaming" if synced else "data_parallel",
     replicas=c.replicas,
     sync_every=c.sync_every,
-    # An exchange is hidden up to the next average.
+    # Compute can hide an exchange only until a plug-in's next average.
     tau=min([*c.overlap.taus, *(a.every for a in c.averages.values())]),
     bits=wire_bits(c) if synced else 8 * sizes.DTYPE_BYTES[c.inner.gradient_dtype],
     latency=latency,
@@ -53,8 +53,8 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
 def wire_bits(c: Config) -> float:
   """Returns the bits per parameter that a replica sends in a round, with scales.
 
-  The bytes of plug-ins' averages are added to those of the fragments. The simulator
-  ignores that averages wait for the link.
+  The bytes of plug-ins' averages are added to the bytes of the fragments. The simulator
+  ignores the time for which these averages wait for the link.
   """
   whole = parameters(c.model)
   size = sum(sizes.exchanged_bytes(c.wire, f.shapes(whole)) for f in c.make_fragments())

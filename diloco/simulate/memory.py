@@ -2,22 +2,24 @@
 
 from diloco.util.types import Json
 
-# Bytes per second of an H100 (https://www.nvidia.com/en-gb/data-center/h100): of its
-# memory, which the paper takes for PCIe, and of PCIe 5.0 in one direction.
+# Transfer rates of an H100 in bytes per second: of its memory, which the paper mistakes
+# for PCIe, and of PCIe 5.0 in one direction
+# (https://www.nvidia.com/en-gb/data-center/h100).
 RATES = {"2 TB/s": 2e12, "64 GB/s of PCIe": 64e9}
 
 
 def memory(params: float, fragment: float) -> list[Json]:
-  """Returns the memory of one replica in float32, and how long it takes to load it.
+  """Returns the memory of one replica in float32, and the time to load this memory.
 
   Args:
     params: N.
     fragment: parameters of the largest fragment, at most N.
 
   Returns:
-    Rows with GB (1e9 bytes), GiB (2^30), the share of the first row, and milliseconds
-    at each of RATES. Data-parallel has the first row; DiLoCo adds the second. If hosts
-    hold what is not sent, the device needs the third instead of the second.
+    Rows with GB (1e9 bytes), GiB (2^30 bytes), the size divided by that of the first
+    row, and the loading time in milliseconds at each of RATES. Data-parallel needs the
+    first row; DiLoCo adds the second row. If hosts hold the fragments that are not
+    being sent, the device needs the third row instead of the second row.
   """
   states = {
     "parameters, two moments": 3 * params,

@@ -1,6 +1,6 @@
 """Draws a schedule: inner steps, sends, fragments in flight, merges.
 
-A run of the config sends and merges at the same steps, because both ask one schedule.
+A run of the config sends and merges at the drawn steps, because it has this schedule.
 """
 
 import pathlib
@@ -27,10 +27,10 @@ HEIGHT = 0.62  # Height of a bar; a row has the height 1.
 
 
 class Send(NamedTuple):
-  """One fragment is sent after inner step `step`.
+  """The sending of one fragment after an inner step.
 
   Attributes:
-    step: finished inner steps.
+    step: number of finished inner steps.
     fragment: index p of the fragment.
     nbytes: bytes that one replica sends.
   """
@@ -41,7 +41,7 @@ class Send(NamedTuple):
 
 
 def planned(c: Config, first: int, last: int) -> list[Send]:
-  """Lists the sends of steps first..last of a config."""
+  """Lists the sends of a config after the inner steps first..last."""
   shapes = parameters(c.model)
   sizes = [sync_bytes(c.wire, c.replicas, f.shapes(shapes)) for f in c.make_fragments()]
   schedule = c.make_schedule()
@@ -51,7 +51,7 @@ def planned(c: Config, first: int, last: int) -> list[Send]:
 
 
 def window(c: Config, first: int | None, last: int | None) -> tuple[int, int]:
-  """Returns the steps to draw: by default from the first send on, for one round.
+  """Returns the steps to draw; by default one round from just before the first send.
 
   Raises:
     ConfigError: the config has no rounds.
@@ -66,7 +66,7 @@ def window(c: Config, first: int | None, last: int | None) -> tuple[int, int]:
 
 
 def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
-  """Checks what is to be drawn; makes the folder of the picture.
+  """Checks the steps to draw and the picture's path; makes the picture's folder.
 
   Raises:
     ConfigError: nothing would be drawn, or the picture cannot be written.
@@ -80,7 +80,7 @@ def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
 
 
 def make(c: Config, sends: Sequence[Send], first: int, last: int) -> Figure:
-  """Draws the schedule, with a title and a legend below it."""
+  """Draws the schedule, with a title above and a legend below."""
   count = len(c.make_fragments())
   height = 1.0 + 0.2 * (count + c.replicas)
   figure = Figure(figsize=(PAGE, height), layout="constrained")
@@ -105,7 +105,7 @@ def make(c: Config, sends: Sequence[Send], first: int, last: int) -> Figure:
 
 
 def draw(c: Config, sends: Sequence[Send], first: int, last: int, axes: Axes) -> None:
-  """Draws steps first..last: replicas above, the fragments in flight below."""
+  """Draws the steps first..last: replicas above, fragments in flight below."""
   fragments = c.make_fragments()
   count, taus = len(fragments), c.overlap.taus
   base = count + 0.6  # Bottom of the lowest replica.

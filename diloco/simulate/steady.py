@@ -1,9 +1,9 @@
-"""Computes the utilisation of a run without end, by the rules of `utilisation.py`.
+"""Computes the utilisation of an endless run, by the rules of `utilisation.py`.
 
 In the long run every round of H steps takes the same time: the shortest time for which
 a periodic timetable can meet all rules (Reiter, 1968, "Scheduling Parallel
-Computations"). A linear program finds it exactly. Its unknowns are the time of a round
-and the moments at which the link or the devices may have to wait.
+Computations"). A linear program finds this time exactly. Its unknowns are the time of a
+round and the moments at which the link or the devices may have to wait.
 """
 
 import itertools
@@ -19,12 +19,13 @@ from diloco.spec.fields import Range
 
 
 class Rule(NamedTuple):
-  """after + rounds * (time of a round) >= before + compute nodes + transfer of a layer.
+  """Requires after + rounds * (time of a round) >= before + nodes + transfer of layer.
 
   Attributes:
-    after, before: indices of moments in a round. Reduction r has three: its request is
-      3r, its end 3r + 1, and the start of the forward node that needs it 3r + 2.
-    rounds: by how many rounds this `after` is later than this `before`.
+    after, before: indices of moments in a round. Reduction r has three moments: 3r is
+      its request, 3r + 1 is its end, and 3r + 2 is the start of the forward node that
+      needs its result.
+    rounds: how many rounds after the round of `before` the moment `after` lies.
     nodes: compute nodes between the two moments.
     layer: the layer that crosses the link between the two moments; -1 for none.
   """
@@ -41,8 +42,8 @@ def make_rules(work: Workload) -> Iterator[Rule]:
   schedule, fragments = work.whole_plan
   nodes = work.nodes_per_step
   length = nodes * schedule.sync_every
-  # In the order of sending: how many compute nodes come before the request, and before
-  # the need.
+  # Each reduction in the order of sending: the compute nodes before its request, the
+  # compute nodes before the forward node that needs its result, and its layer.
   reductions = sorted(
     (
       schedule.offset(p) * nodes + 3 * work.layers - 2 * layer - (layer == 0),
@@ -59,7 +60,7 @@ def make_rules(work: Workload) -> Iterator[Rule]:
     previous = (r or len(reductions)) - 1
     yield Rule(3 * r + 1, 3 * previous + 1, int(r == 0), layer=layer)
     # False sorts before True. So if a request and a need come before the same node, the
-    # request is first: it does not wait for the reduction that this node needs.
+    # request is first: the request does not wait for the reduction that the node needs.
     moments += [(request % length, False, 3 * r), (need % length, True, 3 * r + 2)]
   moments.sort()
   first = moments[0]
@@ -87,7 +88,7 @@ def steady_utilisation(
     transfer = _bits(work) / rate
     unit = max(_compute_time(work), transfer + sum(s for _, s in work.transfers))
     round_time = _solve(work, unit, transfer=transfer / unit)
-    # The solver stays within 1e-7 of the optimum.
+    # At most 1, although the solver may miss the optimum by 1e-7.
     shares.append(min(_compute_time(work) / (round_time * unit), 1.0))
   return np.array(shares)
 
@@ -117,7 +118,7 @@ def _compute_time(work: Workload) -> float:
 
 
 def _bits(work: Workload) -> float:
-  """Returns the bits that a replica sends in a round, at full efficiency."""
+  """Returns the bits of all layers in a round, as `Workload.transfers` counts bits."""
   return sum(bits for bits, _ in work.transfers)
 
 
@@ -130,13 +131,13 @@ def _solve(
   """Finds the shortest round, or the longest transfer of the whole model.
 
   Args:
-    unit: seconds; the unit of all times here.
-    round_time: None, or the time of a round.
-    transfer: None, or the time that the whole model takes on the link. Exactly one of
-      both is None: it is the unknown.
+    unit: the unit of all times here, in seconds.
+    round_time: the time of a round, or None if this time is the unknown.
+    transfer: the time that the whole model takes on the link, or None if this time is
+      the unknown. Exactly one of round_time and transfer is None.
 
   Returns:
-    Whichever of the two was None; 0 if no transfer is possible.
+    The unknown time; 0 if no transfer is possible.
   """
   after, before, rounds, nodes, layer = np.array(list(make_rules(work))).T
   share = np.append(work.params_per_layer, 0)[layer] / sum(work.params_per_layer)

@@ -15,10 +15,10 @@ GRID = np.logspace(-1, 3, 50)
 PRINTED = np.array([round(round(gbits, 2), 1) for gbits in GRID.tolist()])
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 PARAMS = {"1B": 1e9, "10B": 10e9, "100B": 100e9, "405B": 405e9, "671B": 671e9}
-# Layers and step times of Table 6 of Scaling Laws. The table does not print the layers,
-# and cuts digits off the step times: it prints 0.8, 26 and 20 seconds. The text of
-# Streaming DiLoCo has 26.9 and 20.1 (appendix, figure 16). We chose 0.89: no other
-# hundredth of a second fits all cells of its rows.
+# {architecture: (layers, seconds per step)} in Table 6 of Scaling Laws. The table does
+# not print the layers, and cuts digits off the step times: it prints 0.8, 26 and 20
+# seconds. Streaming DiLoCo prints 26.9 and 20.1 (appendix, figure 16). We chose 0.89,
+# because no other hundredth of a second fits all cells of Chinchilla.
 TABLE_6 = {"chinchilla": (48, 0.89), "llama3": (126, 26.9), "deepseek_v3": (61, 20.1)}
 TABLE_6_EXTRA_STEPS = 10
 read = functools.partial(papers_table, "simulate")
@@ -39,10 +39,10 @@ class Row:
 
   @property
   def distances(self) -> list[int]:
-    """By how many grid points ours differs from the paper's, for each cell.
+    """For each cell, how many grid points our number is away from the paper's.
 
-    Below 0.5 Gbit/s several grid points round to the same printed number; they count
-    as one point.
+    Below 0.5 Gbit/s several grid points round to the same printed number; such points
+    count as one point.
     """
     grid = np.unique(PRINTED)
     nearest = lambda cells: np.abs(np.subtract.outer(cells, grid)).argmin(1)
@@ -52,19 +52,19 @@ class Row:
 def papers_workload(
   params: float, layers: int, step_time: float, **fields: Any
 ) -> Workload:
-  """Makes a workload of the papers' tables from the step time that they print.
+  """Makes a workload of the papers' tables from a printed step time.
 
-  There, 3 L nodes take the printed time. The simulated step lacks one of these nodes
-  and is shorter by its time: the first layer needs no gradient with respect to its
-  input. This explains all data-parallel and DiLoCo cells of Table 4 of Streaming
-  DiLoCo. With nodes of T / (3 L - 1), three cells differ.
+  In the tables, 3 L nodes take the printed time T. The simulated step has one node
+  less, because the first layer needs no gradient with respect to its input. So the step
+  is shorter by the time of one node. This rule explains all data-parallel and DiLoCo
+  cells of Table 4 of Streaming DiLoCo. With nodes of T / (3 L - 1), three cells differ.
   """
   seconds = step_time * (3 * layers - 1) / (3 * layers)
   return Workload.of_equal_layers(params, layers, seconds, **fields)
 
 
 def table4() -> list[Row]:
-  """Simulates Table 4 of Streaming DiLoCo: H = 100, fragments of 3, tau = 0 or 1."""
+  """Simulates Table 4 of Streaming DiLoCo: H = 100, 3-layer fragments, tau = 0 or 1."""
   rows = []
   for line in read("streaming_table4_bandwidth_for_cu"):
     method = line["method"]
@@ -83,12 +83,13 @@ def table4() -> list[Row]:
 def table6() -> list[Row]:
   """Simulates Table 6 of Scaling Laws: Chinchilla 10B, Llama 3, DeepSeek-V3.
 
-  It simulates H + 10 steps: one round, and ten steps in which its reduction has an
-  effect. The cells show this rule. With whole rounds and the published step times, the
-  cells of Llama 3 and DeepSeek-V3 need 1.09 to 1.12 H steps of compute per reduction at
-  H = 100. At H = 300, they need 1.02 to 1.07 H; at H = 50, more than 1.12 H. At H = 10
-  (two reductions in 20 steps) and without H, they need 0.98 to 1.02 H. Of all H + n,
-  only n = 10 fits all cells.
+  Simulates H + 10 steps: one round, and ten steps in which the round's reduction has an
+  effect. We infer this rule from the cells. If whole rounds were simulated, the cells
+  of Llama 3 and DeepSeek-V3 would need 1.09 to 1.12 H steps of compute per reduction at
+  H = 100 (with the published step times). At H = 300, these cells would need 1.02 to
+  1.07 H steps; at H = 50, more than 1.12 H steps. At H = 10 (two reductions in 20
+  steps) and with data-parallel (H = 1), these cells would need 0.98 to 1.02 H steps.
+  Of all rules H + n, only n = 10 fits all cells.
   """
   rows = []
   for line in read("scaling_table6_cu"):
@@ -106,8 +107,9 @@ def table1() -> list[dict[str, float | str]]:
   """Computes the hours and terabits of Streaming DiLoCo's Table 1: 1B parameters.
 
   The hours at infinite bandwidth are the paper's, with 0.1 s per step. The hours at
-  1 Gbit/s are these hours / the utilisation at 1 Gbit/s. One of two workers sends the
-  terabits: 16 bits per parameter and step, or 4 bits every H = 100 steps.
+  1 Gbit/s are these hours / the utilisation at 1 Gbit/s. The terabits are what one of
+  two workers sends: 16 bits per parameter in every step with data-parallel, 4 bits per
+  parameter in every H = 100 steps with streaming.
   """
   seconds = 0.1
   fp4 = {"method": "streaming", "tau": 1, "bits": 4}
@@ -148,11 +150,12 @@ def show(rows: list[Row]) -> str:
 def _row(name: str, work: Workload, steps: int, line: dict[str, str]) -> Row:
   """Simulates a row and reads the paper's cells.
 
-  Both papers print the last grid point below the target, not the first one above.
+  Both papers print the last bandwidth with a utilisation below the target, not the
+  first bandwidth that reaches the target.
   """
   reached = utilisation(work, GRID * 1e9, steps)
   first = [int(np.argmax([*(reached >= t), True])) for t in TARGETS]
   ours = [float(PRINTED[max(i - 1, 0)]) for i in first]
-  # The papers print 1000.0+ for the last grid point.
+  # For the last grid point, the papers print 1000.0+.
   paper = [float(line[f"gbits_cu{t * 100:.0f}"].rstrip("+")) for t in TARGETS]
   return Row(name, ours, paper)

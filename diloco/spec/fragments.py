@@ -1,4 +1,4 @@
-"""Which parameters form a fragment (Streaming DiLoCo, arXiv 2501.18512). No JAX."""
+"""Divides parameters into fragments (Streaming DiLoCo, arXiv 2501.18512). No JAX."""
 
 import dataclasses
 
@@ -14,10 +14,9 @@ class Fragment:
   """Parameters that are synchronised together.
 
   Attributes:
-    layers: indices of its layers, that is of its transformer blocks, ascending; may be
-      empty.
-    rest: names of the parameters without a layer axis that it holds, or (). In the
-      trainer's models this is `embed`: embedding, head, positions and final norm.
+    layers: indices of its layers (transformer blocks), ascending; may be empty.
+    rest: names of its parameters without a layer axis, or (). The trainer's models have
+      one such name, `embed`: embedding, head, positions and final norm.
   """
 
   layers: tuple[int, ...]
@@ -32,7 +31,7 @@ class Fragment:
     """Selects the shapes of the fragment's parameters from those of a model.
 
     Args:
-      parameters: from `diloco.spec.shapes.parameters`.
+      parameters: the model's shapes, from `diloco.spec.shapes.parameters`.
     """
 
     def cut(tree: Shapes | tuple[int, ...]) -> Shapes | tuple[int, ...]:
@@ -45,9 +44,10 @@ class Fragment:
 
 
 def strided(num_layers: int, size: int) -> list[range]:
-  """Gives fragment p the layers p, p + n, p + 2n, ... of n = ceil(num_layers / size).
+  """Gives layers p, p + n, p + 2n, ... to fragment p of n fragments.
 
-  If `size` does not divide `num_layers`, some fragments have one layer less.
+  n is ceil(num_layers / size). If `size` does not divide `num_layers`, some fragments
+  have one layer less.
   """
   n = -(-num_layers // size)
   return [range(p, num_layers, n) for p in range(n)]
@@ -71,8 +71,8 @@ def make_fragments(
   Args:
     num_layers: transformer blocks N.
     size: blocks per fragment (the paper uses 3); `whole` ignores it.
-    pattern: strided, sequential (figure 2), a name of a plug-in, or whole: DiLoCo's one
-      fragment of all parameters.
+    pattern: strided, sequential (figure 2), a pattern of a plug-in, or whole: one
+      fragment with all parameters, as in DiLoCo.
     embedding: place of the embedding's own fragment in the schedule, last or first. The
       paper shows the fragment (figures 2 and 17) but not when it is sent.
 
@@ -80,7 +80,7 @@ def make_fragments(
     The P fragments in the order in which they are sent.
 
   Raises:
-    ConfigError: there is no such pattern, or the fragment is larger than the model.
+    ConfigError: the pattern is unknown, or the fragment is larger than the model.
   """
   patterns = NAMES["fragments.pattern"]
   check_name("fragments.pattern", pattern, (*patterns, "whole"))

@@ -1,9 +1,10 @@
-"""What a plug-in adds to configs and to the arithmetic of a run. No JAX.
+"""Registers what plug-ins add to configs and to the arithmetic of a run. No JAX.
 
-A plug-in is a module or a package that `plugins` names; `diloco.contrib` has those of
-later papers. It calls `register`: for a name that a field then takes, such as a
-compressor of `wire.compressor`, or for an `Extension`, which has fields of its own.
-Config, ledger, checkpoints, sweeps and simulators ask this file.
+A plug-in is a module or a package that the field `plugins` names; the plug-ins in
+`diloco.contrib` are methods of later papers and more. A plug-in calls `register` to add
+a name that a field then accepts, such as a compressor for `wire.compressor`, or to add
+an `Extension`, which has new fields. Config, ledger, checkpoints, sweeps and simulators
+look up plug-ins in this file.
 """
 
 import dataclasses
@@ -28,30 +29,30 @@ if TYPE_CHECKING:
   from diloco.spec.shapes import Architecture
 
 CONTRIB = "diloco.contrib"
-# The folder in a run's folder with the files of its plug-ins.
+# Subfolder of a run's folder for copies of its plug-ins' files.
 KEPT = "plugins"
 _FILE = ".py"
-# Plug-ins and choices that the package no longer has, but revision e367008 has.
+# Removed plug-ins and values of fields, which revision e367008 still has.
 REMOVED = {
   *("delayed_nesterov", "eager", "falling", "gpa", "noloco", "radial", "restarted"),
   "stochastic",
 }
 
 
-# What to do about a name that nothing here has.
+# Remedy in an error message about a name that nothing has registered.
 ASK = "; if a plug-in has it, name the plug-in in plugins"
 
 
 class NotTrusted(ConfigError):
-  """A record names plug-ins that nobody here has asked for."""
+  """A saved record names plug-ins that are neither diloco's nor already imported."""
 
 
 class Call(NamedTuple):
   """A call of a jitted function, for the dry run.
 
   Attributes:
-    name: of the program.
-    held: {part of the state: its arrays that are arguments}.
+    name: name of the program.
+    held: {part of the state: its arrays that are arguments of the call}.
     function: the jitted function.
     args: its arguments.
     kwargs: its keyword arguments.
@@ -65,14 +66,14 @@ class Call(NamedTuple):
 
 
 class Rule(NamedTuple):
-  """What one choice needs of other fields.
+  """A value of one field that works only with some values of other fields.
 
   Attributes:
-    field: the field with the choice.
-    choice: its value; None: any but the default.
-    reason: why it needs that.
-    needs: {other field: values that work}. data_parallel ignores most fields, so then
-      only `algorithm` and `model.name` count.
+    field: name of the field.
+    choice: the value; None means any value but the default.
+    reason: the cause of the rule, for the error message.
+    needs: {other field: values that work}. data_parallel ignores most fields, so for
+      data_parallel only the needs of `algorithm` and `model.name` count.
   """
 
   field: str
@@ -87,11 +88,11 @@ class Average(NamedTuple):
   Attributes:
     every: inner steps between two averages.
     sent: bytes that one replica sends in an average, if no tensor is sharded.
-    run: averages them after inner step t, before the outer step. Arguments: t, the
-      `Streaming`, the `TrainState`. Returns the new `TrainState`, and the bytes that
-      one replica's devices sent.
-    programs: yields the programs of `run` for the dry run. Arguments: the `Streaming`
-      and the shapes of the `TrainState`.
+    run: averages the values after inner step t, before the outer step. Its arguments
+      are t, the `Streaming` and the `TrainState`. It returns the new `TrainState`, and
+      the bytes that one replica's devices sent.
+    programs: yields the calls of jitted functions in `run`, for the dry run. Its
+      arguments are the `Streaming` and the shapes of the `TrainState`.
   """
 
   every: int
@@ -101,12 +102,12 @@ class Average(NamedTuple):
 
 
 class Timetable(NamedTuple):
-  """What replicas average besides the outer gradients, and when.
+  """The averages of one plug-in, besides the average of the outer gradients.
 
   Attributes:
-    joint_steps: the first inner steps, in which replicas average gradients and stay
-      equal.
-    averages: what they average between the syncs, by kind.
+    joint_steps: number of first inner steps in which replicas average gradients and
+      stay equal.
+    averages: {kind: the values that replicas average between the syncs}.
   """
 
   joint_steps: int = 0
@@ -115,17 +116,18 @@ class Timetable(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OuterStep:
-  """Lines 6 to 12 of Algorithm 2, with what plug-ins put around these lines.
+  """The outer step (lines 6 to 12 of Algorithm 2), with the additions of plug-ins.
 
   Attributes:
     run: called as run(sync, t, params_M, state, last_send) after inner step t, where
-      `sync` is the `Streaming`. Returns parameters, outer state and events, as
+      `sync` is the `Streaming`. It returns parameters, outer state and events, as
       `outer.outer_step` does.
-    states: {name: init}: what `run` keeps for each fragment p in `state.own[p][name]`,
-      which is saved and resumed. `init` takes the fragment's parameters of all
-      replicas, float32 leaves (M, n, ...) under `blocks`, else (M, ...). It returns a
-      tree of arrays. Trees like the parameters are sharded like these, with or without
-      the axis M; every device of a replica holds all other arrays whole.
+    states: {name: init} of the states that `run` keeps for each fragment p in
+      `state.own[p][name]`; checkpoints contain them. `init` takes the fragment's
+      parameters of all replicas, float32 leaves (M, n, ...) under `blocks`, else (M,
+      ...). `init` returns a tree of arrays. A tree that is built like the parameters is
+      sharded like the parameters, with or without the axis M. Every device of a
+      replica holds all other arrays whole.
   """
 
   run: Callable[..., tuple[PyTree, PyTree, list[PyTree]]]
@@ -135,12 +137,12 @@ class OuterStep:
 
 
 class Compressor(NamedTuple):
-  """The pure functions of a compressor.
+  """The pure functions of a compressor; `sizes.py` defines N, S and R.
 
   Attributes:
     encode: float32 (N, S), state, R and a PRNG key -> uint8 (size,) and the new state.
     decode: uint8 (size,), N, S and R -> float32 (N, S).
-    size: N, S and R -> the exact number of bytes; without JAX.
+    size: N, S and R -> the exact number of bytes; must not need JAX.
     init: a tensor -> its first state: a tree of float32 arrays of the tensor's shape,
       such as the error that error feedback keeps; () without state. Every replica has
       its own state, which is sharded and saved like its parameters.
@@ -158,9 +160,9 @@ class BlockFormat(NamedTuple):
   Attributes:
     bits: bits per value.
     block_bytes: bytes that a block sends in addition to its codes.
-    encode: blocks float32 (N, K, B) and S -> codes uint8 (N, K, B) and these bytes;
-      the zeros after the first S values of a layer are only padding.
-    decode: codes and bytes -> float32 (N, K, B).
+    encode: blocks float32 (N, K, B) and S -> codes uint8 (N, K, B) and the additional
+      bytes; the zeros after the first S values of a layer are only padding.
+    decode: codes and additional bytes -> float32 (N, K, B).
   """
 
   bits: int
@@ -170,15 +172,15 @@ class BlockFormat(NamedTuple):
 
 
 class Transport(NamedTuple):
-  """Who carries payloads between replicas.
+  """The way in which payloads travel between replicas.
 
   Attributes:
-    at_hosts: whether hosts hold the outer state, or devices.
-    needs: flags that a process must have if it trains only some of the replicas; "":
-      all replicas train together. A checkpoint of such a process has nothing in flight,
-      and mesh.fsdp does not change its codes.
-    make_part: makes this `session.Part`; `diloco.main` has its arguments.
-    summed: fields that are summed over the parts of a run.
+    at_hosts: True: hosts hold the outer state. False: devices hold the outer state.
+    needs: flags that a process needs because it trains only some of the replicas (a
+      part of the run); "": all replicas train together. A checkpoint of a part has
+      nothing in flight, and mesh.fsdp does not change the codes of a part.
+    make_part: makes the `session.Part` of this process; called in `diloco.main`.
+    summed: fields whose value for the whole run is the sum over its parts.
   """
 
   at_hosts: bool
@@ -189,49 +191,50 @@ class Transport(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Extension:
-  """Fields of a plug-in. A subclass is a frozen dataclass; it overrides what it needs.
+  """The fields of a plug-in. A subclass is a frozen dataclass that overrides methods.
 
   `c` is the whole config of a run. A group with the name of the run's architecture is
-  also a part of `c.model`: its functions get the fields by `m.of(GROUP)`.
+  also a part of `c.model`; the architecture's functions read it by `m.of(GROUP)`.
 
   Attributes:
-    rules: what choices need of other fields.
+    rules: combinations of fields that work, see `Rule`.
   """
 
   rules: ClassVar[tuple[Rule, ...]] = ()
 
   def fill_in(self, c: "Config") -> dict[str, object]:
-    """Returns other fields by name that follow from these; c has its steps.
+    """Returns values for other fields, {field: value}; `c.train.steps` is set.
 
     Raises:
-      ConfigError: nothing follows.
+      ConfigError: the fields of this group determine no value.
     """
     return {}
 
   def check(self, c: "Config") -> None:
-    """Refuses what `rules` cannot say.
+    """Refuses combinations of fields that `rules` cannot express.
 
     Raises:
       ConfigError: the fields cannot work.
     """
 
   def effects(self, c: "Config") -> dict[str, tuple[bool, str]]:
-    """Returns {field: (whether it does nothing, why)}; such fields are refused."""
+    """Returns {field: (whether it has no effect, why)}; useless fields are refused."""
     return {}
 
   def free(self) -> tuple[str, ...]:
-    """Lists the fields of this group that may change when a run goes on.
+    """Lists the fields of this group that may change when a run continues.
 
-    "NAME." lists all fields of the plug-in NAME, which may then come and go, too.
+    The entry "NAME." means all fields of the plug-in NAME; a run that continues may
+    then also add or drop this plug-in.
     """
     return ()
 
   def schedule(self, c: "Config") -> Timetable:
-    """Returns what replicas average besides the outer gradients, and when."""
+    """Returns the joint steps and the averages of this plug-in, see `Timetable`."""
     return Timetable()
 
   def wrap(self, c: "Config", step: OuterStep) -> OuterStep:
-    """Returns what runs in place of `step`, and may call `step.run`."""
+    """Returns the outer step that replaces `step`; it may call `step.run`."""
     return step
 
   def inner_optimizer(
@@ -240,12 +243,12 @@ class Extension:
     clip: "optax.GradientTransformation",
     make: "Callable[[int], optax.GradientTransformation]",
   ) -> "optax.GradientTransformation | None":
-    """Returns an optimizer in place of `optax.chain(clip, make(1))`; None: that one.
+    """Returns the inner optimizer; None means `optax.chain(clip, make(1))`.
 
     Args:
       clip: clips gradients by their norm.
-      make: makes the config's optimizer; its argument counts the axes that a tensor
-        under `blocks` has before those of a layer.
+      make: makes the config's optimizer. Its argument is the number of axes that a
+        tensor under `blocks` has in front of the axes of one layer.
     """
     return None
 
@@ -253,18 +256,18 @@ class Extension:
 Group = TypeVar("Group", bound=Extension)
 
 
-# What a name means, by the field that takes the name; "fields": the groups of fields.
+# {field that takes names: {name: its meaning}}; "fields" has the groups of fields.
 Names = TypedDict(
   "Names",
   {
     "fields": dict[str, type[Extension]],
-    # A function makes a compressor with arguments, as in "mine(k=3)". A ValueError says
-    # what cannot work.
+    # A compressor with arguments, such as "mine(k=3)", is registered as a function,
+    # which raises ValueError if an argument cannot work.
     "wire.compressor": dict[str, Compressor | Callable[..., Compressor]],
     "wire.format": dict[str, BlockFormat],
     "inner.optimizer": dict[str, "Callable[..., optax.GradientTransformation]"],
     "outer.optimizer": dict[str, "Callable[..., optax.GradientTransformation]"],
-    # Functions like `outer.average` without the last argument.
+    # Functions with the arguments of `algorithm.outer.average`, except the last.
     "outer.average": dict[str, "Callable[[PyTree, Array | None], PyTree]"],
     "overlap.transport": dict[str, Transport],
     # (number of layers, size) -> the layers of each fragment.
@@ -277,15 +280,15 @@ NAMES = cast(Names, {kind: {} for kind in Names.__annotations__})
 
 
 def register(kind: str, name: str, thing: object) -> None:
-  """Gives a name to a thing, which the field `kind` then takes.
+  """Registers a name that the field `kind` then accepts.
 
   Args:
-    kind: a field, such as "wire.compressor"; or "fields": `thing` is an `Extension`,
-      whose fields are `name.FIELD`.
-    thing: what `Names` has for this kind.
+    kind: a field, such as "wire.compressor". With "fields", `thing` is a subclass of
+      `Extension`, and its fields get the names `name.FIELD`.
+    thing: the meaning of the name, of the type in `Names` for this kind.
 
   Raises:
-    ConfigError: no field of this name takes names.
+    ConfigError: `kind` is not a field that takes names.
   """
   if kind not in NAMES:
     raise ConfigError(
@@ -295,7 +298,7 @@ def register(kind: str, name: str, thing: object) -> None:
 
 
 def transport(name: str) -> Transport:
-  """Returns what `overlap.transport` names."""
+  """Returns the transport whose name is a value of `overlap.transport`."""
   return NAMES["overlap.transport"][name]
 
 
@@ -304,11 +307,11 @@ register("overlap.transport", "host", Transport(at_hosts=True))
 
 
 def load(names: Iterable[str]) -> dict[str, type[Extension]]:
-  """Imports plug-ins; returns the groups of fields that they have registered.
+  """Imports plug-ins; returns the groups of fields that the plug-ins have registered.
 
   Args:
-    names: modules, packages, names in `contrib()`, or paths of files `NAME.py`, which
-      become modules NAME.
+    names: modules, packages, names in `contrib()`, or paths of files `NAME.py`, each of
+      which becomes the module NAME.
 
   Raises:
     ConfigError: a module cannot be imported.
@@ -331,21 +334,21 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
         f"plugins names {name!r}, but it raises {fault}; mend it."
       ) from error
     places = {n: f"{kind.__module__}." for n, kind in NAMES["fields"].items()}
-    # A package may define them in its files.
+    # A package may define its groups in any of its modules.
     own = [n for n, place in places.items() if place.startswith(f"{module}.")]
     found |= {n: NAMES["fields"][n] for n in own}
   return found
 
 
 def module_of(name: str) -> str:
-  """Returns the name of the module that a plug-in is, given as a path or as a name."""
+  """Returns the module name of a plug-in that is given as a path or as a name."""
   return pathlib.Path(name).stem if name.endswith(_FILE) else name
 
 
 def _import_file(path: pathlib.Path) -> None:
-  """Imports a file as a module of its name, wherever the file lies.
+  """Imports a file of any folder as a module with the file's name.
 
-  It may import others of its folder.
+  The file may import other files of its folder.
 
   Raises:
     ImportError: there is no such file, or another module has its name.
@@ -355,7 +358,7 @@ def _import_file(path: pathlib.Path) -> None:
   if path.stem in contrib() or not path.stem.isidentifier():
     raise ImportError(f"{path.stem} is no name for a module; rename the file")
   importlib.invalidate_caches()  # The file may be newer than this process.
-  sys.path += {str(path.parent)}.difference(sys.path)  # The last entry hides nothing.
+  sys.path += {str(path.parent)}.difference(sys.path)  # Last, so it hides no module.
   there = getattr(importlib.import_module(path.stem), "__file__", None)
   if not there or pathlib.Path(there).read_bytes() != path.read_bytes():
     raise ImportError(f"{there or path.stem} has its name; rename the file")
@@ -364,7 +367,7 @@ def _import_file(path: pathlib.Path) -> None:
 def keep(names: Iterable[str], workdir: pathlib.Path) -> None:
   """Copies the files of plug-ins into the folder of their run.
 
-  Packages and what ships with diloco are not copied.
+  Packages and the plug-ins that ship with diloco are not copied.
   """
   for name in set(names).difference(contrib()):
     [path, *others] = source_files(name)
@@ -383,19 +386,19 @@ def kept(name: str, workdir: pathlib.Path) -> str:
 
 
 def is_trusted(name: str) -> bool:
-  """Whether a plug-in is one of diloco, or imported already."""
+  """Returns whether a plug-in ships with diloco, or is imported already."""
   return name in contrib() or name in sys.modules
 
 
 def check_trusted(names: Iterable[str]) -> None:
-  """Refuses plug-ins that a record names, unless they are ours or imported already.
+  """Refuses plug-ins that a record names, unless `is_trusted` accepts them.
 
-  To import a module runs its code, and a record may come from anybody: the config of a
-  workdir or of an export, a table of runs.
+  An import runs the code of a module, and a record may come from anybody. A record is
+  the config of a workdir or of an export, or a table of runs.
 
   Raises:
-    ConfigError: the package no longer has a plug-in.
-    NotTrusted: tells how to name these plug-ins at the command line.
+    ConfigError: one of the plug-ins was removed from diloco.
+    NotTrusted: the message tells how to allow the plug-ins at the command line.
   """
   for name in REMOVED.intersection(names):
     raise ConfigError(f"plugins names {name!r}{hint(name)}.")
@@ -410,12 +413,12 @@ def check_trusted(names: Iterable[str]) -> None:
 
 
 def free() -> tuple[str, ...]:
-  """Lists the fields of all plug-ins that may change when a run goes on."""
+  """Lists the plug-in fields that may change when a run continues."""
   return sum((kind().free() for kind in NAMES["fields"].values()), ())
 
 
 def source_files(name: str) -> list[pathlib.Path]:
-  """Lists the files of an imported module; of one in a package, all of the package."""
+  """Lists the file of an imported module, or all files of the package that has it."""
   top = sys.modules[name.partition(".")[0]]
   folders = [pathlib.Path(folder) for folder in getattr(top, "__path__", ())]
   if folders:
@@ -431,7 +434,7 @@ def contrib() -> list[str]:
 
 
 def near_name(name: str, known: Collection[str]) -> str:
-  """Returns the end of a sentence about an unknown name."""
+  """Returns the end of an error message about an unknown name."""
   return hint(name) or meant(name, known) or ASK
 
 
@@ -447,14 +450,14 @@ def check_name(field: str, name: str, known: Collection[str]) -> None:
 
 
 def moved() -> dict[str, tuple[object, str, object]]:
-  """Returns {former field: (its default, the field now, an example of its value)}."""
+  """Returns {former field: (its default, the new field, an example of its value)}."""
   return importlib.import_module(CONTRIB).MOVED
 
 
 def hint(name: str) -> str:
-  """Returns the rest of a sentence about an unknown name, if a plug-in has it.
+  """Returns the end of an error message if a plug-in has the unknown name, else "".
 
-  Its names are its own, also with a number, `NAME.FIELD` and `NAME(...)`.
+  Names of a plug-in NAME are NAME, NAME with a number, `NAME.FIELD` and `NAME(...)`.
   """
   name = re.split(r"[.(]", name)[0]
   if name in REMOVED:

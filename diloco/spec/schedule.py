@@ -1,7 +1,7 @@
-"""When a fragment is sent and received. No JAX.
+"""Decides when a fragment is sent and received. No JAX.
 
-The schedule of Streaming DiLoCo (arXiv 2501.18512, section 2.2 and Algorithm 2).
-Trainer, ledger, checkpoints and simulators all ask this file.
+The schedule is that of Streaming DiLoCo (arXiv 2501.18512, section 2.2 and Algorithm
+2). Trainer, ledger, checkpoints and simulators all use this file.
 
 Symbols: M replicas, H inner steps between two syncs of one fragment, P fragments,
 tau overlap in inner steps, t = 1..T finished inner steps.
@@ -15,16 +15,18 @@ from diloco.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-  """When each fragment is sent, and when each replica receives it.
+  """The steps at which each fragment is sent, and at which each replica receives it.
 
   Attributes:
     num_fragments: P.
     sync_every: H, inner steps between two syncs of one fragment.
-    taus: tau_m of each replica m, its inner steps between a send and the merge.
-    drained: the step after which a finished run was extended. What was sent up to this
-      step has been received, so this schedule begins after it. 0: the run's start.
-    joint_steps: the first steps, in which replicas stay equal. Until then nothing is
-      sent, and a fragment that is due follows the replicas.
+    taus: tau_m of each replica m: its inner steps between a send and the merge.
+    drained: the last step of a finished run that is now extended, else 0. Every
+      fragment that was sent up to this step has been received, so this schedule begins
+      after this step.
+    joint_steps: number of first steps in which replicas stay equal. In these steps
+      nothing is sent: the outer parameters of a fragment that is due become those of
+      the replicas.
 
   Raises:
     ConfigError: a tau is not below H.
@@ -49,29 +51,29 @@ class Schedule:
     return p * self.sync_every // self.num_fragments
 
   def is_due(self, p: int, t: int) -> bool:
-    """Returns whether t is t_p plus a whole number of rounds of H steps."""
+    """Returns whether t is t_p + k H for a whole number k."""
     return (t - self.offset(p)) % self.sync_every == 0
 
   def is_sent(self, p: int, t: int) -> bool:
     """Returns whether fragment p is sent after inner step t (Algorithm 2, line 6).
 
-    The text of the paper says t + t_p, Algorithm 2 says t - t_p. The paper's example
-    (H=100, P=2: second fragment at 150, 250, ...) fits t - t_p if nothing is sent
-    before step H.
+    By the text of the paper, H divides t + t_p; by Algorithm 2, H divides t - t_p. The
+    paper's example (H=100, P=2: the second fragment is sent at 150, 250, ...) fits
+    Algorithm 2 if nothing is sent before step H.
     """
     return t > self.drained and t >= self.first_send(p) and self.is_due(p, t)
 
   def first_send(self, p: int) -> int:
     """Returns the step after which fragment p is first sent: H + t_p.
 
-    After joint steps, this is the first step at which fragment p is due.
+    With joint steps, it is the first step after them at which fragment p is due.
     """
     first = self.sync_every + self.offset(p)
     rounds = -(-max(self.joint_steps + 1 - first, 0) // self.sync_every)
     return first + rounds * self.sync_every
 
   def follows(self, t: int) -> list[int]:
-    """Lists the fragments that follow the replicas after step t of the joint steps."""
+    """Lists the fragments whose outer parameters follow the replicas at step t."""
     if t > self.joint_steps:
       return []
     return [
@@ -81,7 +83,7 @@ class Schedule:
     ]
 
   def sends(self, t: int, last_send: int | None = None) -> list[int]:
-    """Lists the fragments that are sent after inner step t (line 6).
+    """Lists the fragments that are sent after inner step t (Algorithm 2, line 6).
 
     Args:
       t: finished inner steps.
@@ -98,7 +100,7 @@ class Schedule:
   def arrivals(
     self, t: int, last_send: int | None = None
   ) -> list[tuple[int, tuple[bool, ...]]]:
-    """Lists the fragments that some replica merges after inner step t (line 9).
+    """Lists the fragments that a replica merges after step t (Algorithm 2, line 9).
 
     Args:
       t: finished inner steps.
@@ -123,7 +125,7 @@ class Schedule:
     return bool(self.follows(t) or self.sends(t) or self.arrivals(t))
 
   def is_outer_step(self, p: int, t: int) -> bool:
-    """Returns whether step t is p's earliest arrival, when its outer step runs."""
+    """Returns whether fragment p first arrives at step t, so its outer step runs."""
     return self.is_sent(p, t - min(self.taus))
 
   def in_flight(self, t: int) -> dict[int, int]:
@@ -146,8 +148,8 @@ class Schedule:
   def overlap_steps(self, t: int) -> int:
     """Counts the inner steps that overlap the exchange that follows step t.
 
-    The steps end at the next send or arrival of any fragment. 0 if step t sends
-    nothing, or if the smallest tau is 0.
+    The overlap ends at the next send or arrival of any fragment. The count is 0 if
+    nothing is sent after step t, or if the smallest tau is 0.
     """
     if not self.sends(t) or min(self.taus) == 0:
       return 0
@@ -159,8 +161,8 @@ class Schedule:
   @functools.cached_property
   def longest_overlap(self) -> int:
     """The largest `overlap_steps` of any step; 0 if no step overlaps an exchange."""
-    # Three rounds: the first may be cut, and in the second fewer sends lie between a
-    # send and its arrival.
+    # Three rounds of H steps are enough: the first may be cut short, and in the second
+    # fewer sends may lie between a send and its arrival than later.
     first = max(self.sync_every, self.drained + 1, self.joint_steps + 1)
     rounds = range(first // self.sync_every, first // self.sync_every + 3)
     offsets = {self.offset(p) for p in range(self.num_fragments)}
@@ -169,5 +171,5 @@ class Schedule:
 
 
 def reaches(first: int, last: int, every: int) -> bool:
-  """Returns whether a multiple of `every` is among the steps first to last; 0: none."""
+  """Returns whether a multiple of `every` lies in first..last; False for every = 0."""
   return bool(every) and last // every > (first - 1) // every

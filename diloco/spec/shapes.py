@@ -1,4 +1,4 @@
-"""Parameter shapes, parameter counts and FLOPs of every architecture. No JAX.
+"""Gives parameter shapes, parameter counts and FLOPs of an architecture. No JAX.
 
 Parameters are nested dicts: {"embed": {...}, "blocks": {...}}. The first axis of every
 tensor under `blocks` is the layer.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
   from diloco.spec.fields import ModelConfig
 
 Shapes = dict[str, Any]  # Nested dicts of tuples of int.
-# Token ids of every tokenizer and model, as in NanoDO.
+# Ids of the special tokens of every tokenizer and model, as in NanoDO.
 PAD_ID, EOS_ID, BOS_ID, UNK_ID = range(4)
 
 
@@ -45,14 +45,15 @@ def decoder(m: "ModelConfig") -> Shapes:
 class Architecture(NamedTuple):
   """The architecture that model.name names.
 
-  A group of fields of this name, if a plug-in registers one, is part of `ModelConfig`.
+  If a plug-in registers a group of fields under the same name, the group is part of
+  `ModelConfig`.
 
   Attributes:
     model: a module or an object with the functions of `registry.Model`; or the name of
-      a module, which is imported when they are called, because they need JAX.
+      a module, which is imported at the first call because it needs JAX.
     parameters: returns the parameter shapes; layers are stacked under `blocks`.
     attention_flops: returns the training FLOPs per token that do not come from
-      parameters, such as those of all attention scores, masked ones too; may be
+      parameters, such as those of all attention scores, including masked scores; may be
       negative.
   """
 
@@ -95,9 +96,10 @@ def num_params(m: "ModelConfig") -> int:
 
 
 def matrix_params(m: "ModelConfig") -> int:
-  """Counts as the papers do: 12 N D^2 + V D, without positions and norms.
+  """Counts parameters as the papers do: 12 N D^2 + V D, without positions and norms.
 
-  Of an embedding and a head of its own only the head counts: an embedding is looked up.
+  If the head is separate from the embedding, only the head counts: an embedding is
+  looked up, not multiplied.
   """
   whole = parameters(m)
   looked_up = {"positions", "tokens"} if "head" in whole["embed"] else {"positions"}
@@ -109,10 +111,11 @@ def matrix_params(m: "ModelConfig") -> int:
 
 
 def flops_per_token(m: "ModelConfig", attention: bool = True) -> float:
-  """Returns training FLOPs per token: 6 per matrix parameter, 12 N D L for attention.
+  """Returns training FLOPs per token: 6 per matrix parameter, and attention scores.
 
   Counts the matrix products of the forward and backward pass, and all attention scores
-  including the masked ones (PaLM, arXiv 2204.02311, appendix B).
+  including masked scores (PaLM, arXiv 2204.02311, appendix B). For `decoder`, the
+  scores take 12 N D L, with L tokens per sequence.
 
   Args:
     attention: whether attention scores count; the DiLoCo papers do not count them.
@@ -122,7 +125,7 @@ def flops_per_token(m: "ModelConfig", attention: bool = True) -> float:
 
 
 def microbatches(at_least: int, sequences: int) -> int:
-  """Returns into how many equal parts a device divides its sequences of a step.
+  """Returns the number of equal microbatches in a device's sequences of one step.
 
   Args:
     at_least: train.accumulate.
@@ -142,7 +145,7 @@ def sharded_axis(
     fsdp: size of the fsdp axis of the mesh.
 
   Returns:
-    The axis; None if fsdp does not divide it: then each device holds the whole tensor.
+    The axis; None if fsdp does not divide its size: each device has the whole tensor.
   """
   axis = int(path[0] == "blocks")
   divides = fsdp > 1 and len(shape) > axis and shape[axis] % fsdp == 0

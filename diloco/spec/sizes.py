@@ -1,6 +1,6 @@
 """Counts the bytes that a tensor, a fragment and a sync put on the wire. No JAX.
 
-Trainer, ledger, checkpoints and simulators all ask this file.
+Trainer, ledger, checkpoints and simulators all use this file.
 
 Letters: M replicas; a tensor has N layers of S values, in rows of R values.
 """
@@ -24,7 +24,7 @@ Size = Callable[["WireConfig", int, int, int], int]
 WHOLE_TENSOR, ROW = 0, -1
 # Bytes per value of a gradient.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-# Bytes of the seed from which the receiver draws the kept subset.
+# Bytes of the seed from which the receiver finds the positions of the kept values.
 SEED = 8
 
 
@@ -58,8 +58,8 @@ def index_bits(s: int) -> int:
 def quantize(wire: "WireConfig", n: int, s: int, row: int) -> int:
   """Counts the bytes of n layers of s values.
 
-  These are all codes, and what each block sends besides, such as a scale. Plain formats
-  have values only.
+  Each block sends its codes and, in addition, its scale or other bytes of its format.
+  Plain formats send only values.
   """
   if wire.format in PLAIN:
     return n * s * PLAIN[wire.format]
@@ -88,7 +88,7 @@ BUILT_IN: Mapping[str, Size] = {
 
 
 def size_of(text: str) -> Size:
-  """Returns the size of the compressor that the text in `wire.compressor` describes."""
+  """Returns the function `Compressor.size` for the text in `wire.compressor`."""
   name, arguments = parse("wire.compressor", text)
   if name in BUILT_IN and not arguments:
     return BUILT_IN[name]
@@ -113,7 +113,7 @@ def compressor_of(text: str) -> Compressor:
 def coder(text: str) -> str:
   """Returns the name of the compressor whose codes are sent.
 
-  A compressor with an argument `of` sends the codes of the one that `of` names.
+  A compressor with an argument `of` sends the codes of the compressor in `of`.
   """
   name, arguments = parse("wire.compressor", text)
   return coder(arguments["of"]) if "of" in arguments else name
@@ -133,7 +133,7 @@ def check(wire: "WireConfig") -> None:
     size_of(wire.compressor)
   except (TypeError, ValueError) as error:
     reason = str(error).removesuffix(".").replace(" positional", "")
-    if isinstance(error, ConfigError):  # The error is the inner compressor's.
+    if isinstance(error, ConfigError):  # The error is about `of`.
       reason = reason.replace("wire.compressor", "of")
     raise ConfigError(
       f"wire.compressor is {wire.compressor!r}, but {reason}."
@@ -153,7 +153,7 @@ def payload_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:
   Args:
     wire: compressor and number format.
     fragment: shapes of the fragment's parameters.
-    fsdp: number of shards; each device of the replica encodes its own.
+    fsdp: number of shards; each device of the replica encodes its own shard.
   """
   size = size_of(wire.compressor)
   shards = [layout(path, shard(path, s, fsdp)) for path, s in leaves(fragment)]
@@ -161,7 +161,7 @@ def payload_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:
 
 
 def exchanged_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:
-  """Counts one replica's bytes in an exchange: its payload, or float32 with psum."""
+  """Counts one replica's bytes in an exchange: its payload; float32 values for psum."""
   if wire.exchange == "psum":
     return 4 * fsdp * sum(math.prod(shard(p, s, fsdp)) for p, s in leaves(fragment))
   return payload_bytes(wire, fragment, fsdp)
@@ -176,7 +176,7 @@ def sync_bytes(
 
 
 def copies(exchange: str, replicas: int) -> float:
-  """Returns bytes sent per payload byte.
+  """Returns the number of bytes that a replica sends per byte of its payload.
 
   Args:
     exchange: gather, an all-gather of payloads, or psum, an all-reduce in a ring.
@@ -195,9 +195,9 @@ def all_reduce_bytes(
 ) -> float:
   """Counts the bytes that one of M data-parallel workers sends in `steps` steps.
 
-  For M = 2 a worker sends 16 bits per parameter and step. In FP4 a replica sends 4 bits
-  per parameter and H steps: 400 times less at H = 100, scales not counted (2501.18512,
-  section 3.2.2).
+  For M = 2, a worker sends 16 bits per parameter in each step. A DiLoCo replica with
+  FP4 sends 4 bits per parameter once in H steps: 400 times less for H = 100, without
+  scales (2501.18512, section 3.2.2).
 
   Args:
     replicas: M.

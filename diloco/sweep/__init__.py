@@ -1,6 +1,6 @@
-"""Sweeps: grids of runs, a table of their results, figures. Imports no JAX.
+"""Runs sweeps: grids of runs, tables of their results, and figures. Imports no JAX.
 
-Runs are processes (`diloco.main`, or `diloco.sweep.worker` for several runs at once).
-The driver starts them and reads run directories, so it is light and can be killed at
-any moment.
+Each run is a process (`diloco.main`); `diloco.sweep.worker` trains several at once.
+The driver starts these processes and keeps all state in the run directories. So the
+driver needs few resources, and you may kill it at any moment.
 """

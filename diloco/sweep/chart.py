@@ -1,4 +1,4 @@
-"""What the chart of a sweep shows; `diloco.reproduce.comparison` draws it. No JAX."""
+"""Describes the chart that `diloco.reproduce.comparison` draws. Imports no JAX."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -7,9 +7,10 @@ from typing import Any
 PLAIN = "data-parallel"
 ACCURACY = "accuracy (%)"
 LOSS = "held-out loss (nats per token)"
-# The x of a chart that compares the parameters of a run (2501.18512, table 3).
+# The x of a chart that compares a run's first replica, the mean of its replicas and its
+# outer parameters (2501.18512, table 3).
 EVALUATED = "evaluated"
-# Columns that `frame` adds to the keys of the points.
+# Columns that `comparison.frame` adds to the keys of the points.
 _ADDED = (EVALUATED, "choice", "loss", "more", "accuracy", "bytes", "per_token", "seed")
 
 
@@ -24,12 +25,12 @@ class Chart:
     xlabel: label of the x axis.
     log: whether the x axis is logarithmic.
     y: (column, label) of each panel. A column is `loss`, `more`, `accuracy` or a key of
-      the points, such as a tuned rate. Without any accuracy, its panel is left out.
-    against: chooses the point with which a point is compared. Empty: the sweep's first
-      cell. PLAIN: data-parallel at the same x. Else a key of the points, whose value is
-      the x of the other point.
-    along: the column with the numbers of the x axis; "": `x`.
-    words: {key: {value of the points: what the table and the figure say}}.
+      the points, such as a tuned rate. A panel without any value is left out.
+    against: the point with which each point is compared. "": the sweep's first cell.
+      PLAIN: the data-parallel point at the same x. Any other text: a key of the points,
+      whose value is the x of the point to compare with.
+    along: the column with the numbers of the x axis; "" means the column `x`.
+    words: {key: {value: the text that the table and the figure show instead}}.
   """
 
   title: str
@@ -44,7 +45,7 @@ class Chart:
 
   @property
   def by_name(self) -> bool:
-    """Whether the points name the x with which they are compared."""
+    """Whether `against` is a key, whose value is the x of the point to compare with."""
     return self.against not in ("", PLAIN)
 
   def check(self, keys: Collection[str]) -> None:

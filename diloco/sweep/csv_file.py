@@ -20,7 +20,7 @@ from diloco.util import files
 from diloco.util.command import one_line
 from diloco.util.types import Json
 
-# Config fields that have a column: the fields in which runs usually differ.
+# {column: config field}: the fields in which runs usually differ.
 EXPORTED_FIELDS = {
   "algorithm": "algorithm",
   "replicas": "replicas",
@@ -36,21 +36,21 @@ EXPORTED_FIELDS = {
   "seed": "seed",
 }
 _NOTED = ("name", "group", "revision", "status", "error", "finished")
-# Columns after the fields.
+# Columns after those of the config fields.
 _RESULTS = (*_NOTED, *SUMMARY_COLUMNS, "config")
 _NEWER = {"accuracy"}  # Columns that an older file may lack.
-# {column: what is digested in it}; runs of earlier versions have none.
+# {column: key in contents.json}: digests, which runs of earlier versions lack.
 _DIGESTS = {"tokenizer": "data.tokenizer", "text": "data.source", "held_out": HELD_OUT}
-# The papers' N (12 layers dim^2 + vocab dim): `params` also has positions and norms.
+# Column of the papers' N, 12 layers dim^2 + vocab dim, without positions and norms.
 _PAPERS_N = "matrix_params"
 
 
 def export(rows: Iterable[Row], path: pathlib.Path) -> int:
   """Writes the finished and failed runs as CSV; returns their number.
 
-  The columns point_NAME hold the point. `params` holds the number of all parameters,
-  `matrix_params` the papers' N. The column `config` holds, as JSON, the other fields
-  that differ from their defaults.
+  The columns point_NAME hold the values of the point. `params` is the number of all
+  parameters, `matrix_params` the papers' N. The column `config` holds the other
+  fields that differ from their defaults, as JSON.
   """
   ended = [row for row in rows if row["status"] in ("done", "failed")]
   asked = sorted({f"point_{name}" for row in ended for name in row["point"]})
@@ -65,11 +65,11 @@ def export(rows: Iterable[Row], path: pathlib.Path) -> int:
 def load(path: pathlib.Path, results: pathlib.Path) -> int:
   """Makes run directories from the finished runs of a CSV file; returns their number.
 
-  A sweep then continues as if the runs had been made here. Directories of runs that are
-  done stay unchanged. Fields that are newer than the file get their defaults.
+  A sweep then continues as if the runs had been trained here. Runs that are
+  done in `results` stay unchanged. Config fields newer than the file get defaults.
 
   Raises:
-    ValueError: a line cannot be imported. No run is imported then.
+    ValueError: a line cannot be imported; if so, no run is imported.
   """
   runs = list[dict[str, dict]]()
   with path.open(newline="") as file:
@@ -97,7 +97,8 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
     digest = table.digest(run["config.json"])
     name = names.get(digest, digest)
     if name not in rows or rows[name]["status"] != "done":
-      for file_name, content in run.items():  # run.json is last: then the row exists.
+      # run.json comes last, because a run counts as soon as it has this file.
+      for file_name, content in run.items():
         files.write_json(results / "runs" / name / file_name, content)
   return len(runs)
 
@@ -107,9 +108,9 @@ def _line(row: Row) -> Json:
   default = leaves(table.as_json(Config()))
   plugins.check_trusted(row["config"].get("plugins", ()))
   try:
-    c = complete(row["config"])  # An earlier version may have saved it.
+    c = complete(row["config"])  # An earlier version may have saved this config.
     fields, papers_n = leaves(table.as_json(c)), matrix_params(c.model)
-  except (ValueError, TypeError):  # This version cannot read it.
+  except (ValueError, TypeError):  # This version cannot read the config.
     fields, papers_n = leaves(row["config"]), None
   config = default | fields
   known = EXPORTED_FIELDS.values()

@@ -1,4 +1,4 @@
-"""Says what a sweep compares: cells, and hyperparameters to tune in each of them.
+"""Defines what a sweep compares: cells, and hyperparameters to tune in each cell.
 
 Scaling Laws for DiLoCo (arXiv 2503.09799), Section 3.1: learning rates are powers of
 sqrt 2, batches are powers of 2.
@@ -22,16 +22,16 @@ class Axis:
   """One tuned hyperparameter.
 
   Attributes:
-    name: its key in a point.
+    name: the hyperparameter's key in a point.
     values: without a ratio, all values; with a ratio, the values to try first.
     first: without a ratio, the values to try first; empty: all values.
-    ratio: all values are powers of the ratio, and the axis grows in both directions. 0:
-      the axis does not grow.
+    ratio: if not 0, all values are powers of this ratio, and the search extends the
+      axis in both directions. 0: the axis does not grow.
     low, high: the least and the greatest value to which the axis may grow.
 
   Raises:
     ValueError: there are no values, a value occurs twice or is no power of the ratio,
-      the ratio cannot make an axis grow, or `first` has other values.
+      the ratio cannot make an axis grow, or `first` has a value that `values` lacks.
   """
 
   name: str
@@ -69,8 +69,8 @@ class Axis:
     """Returns the values next to `value` on both sides, if the axis has them.
 
     Raises:
-      ValueError: the axis does not grow, and `value` is not one of its values; or it
-        grows by a ratio, and `value` is not positive.
+      ValueError: the axis does not grow, and `value` is not one of its values; or
+        the axis grows by a ratio, and `value` is not positive.
     """
     if self.ratio and value <= 0:
       raise ValueError(
@@ -93,7 +93,7 @@ class Axis:
     return [{**point, self.name: v} for v in self.neighbours(point[self.name])]
 
   def ends_at(self, point: Point) -> bool:
-    """Tells whether a point lies on a bound. A single fixed value is not a bound."""
+    """Tells whether a point is at an end of the axis; one fixed value has no end."""
     alone = not self.ratio and len(self.values) == 1
     return not alone and len(self.beside(point)) < 2
 
@@ -103,12 +103,12 @@ class Grid:
   """Cells in which the same axes are tuned.
 
   Attributes:
-    name: the name shown with its cells.
+    name: the name that tables show with the grid's cells.
     cells: cases to compare, e.g. {'size': 's1', 'algorithm': 'diloco', 'replicas': 2}.
     axes: the axes tuned in every cell; without axes, a cell is one run.
-    like: maps a cell to the earlier cell whose best point it starts from, or to None.
-      That point gives all values that this cell does not set, also values of axes that
-      both cells tune.
+    like: maps a cell to an earlier cell, or to None. The search of the cell starts from
+      the best point of the earlier cell. That point gives all values that the cell does
+      not set, also values of axes that both cells tune.
 
   Raises:
     ValueError: the grid has a cell or an axis twice, or a cell sets a value of an axis.
@@ -146,11 +146,11 @@ class Sweep:
     grids: the grids, in the order of search. A later grid may search the cells of an
       earlier grid along more axes.
     environment: additional environment variables of the runs' processes.
-    chart: how to compare the cells in a table and a figure; None: not at all.
+    chart: how to compare the cells in a table and a figure; None: no comparison.
 
   Raises:
     ValueError: there is no cell, an environment variable is not a text, or the chart
-      asks for what no point has.
+      asks for a key that no point has.
   """
 
   config: Callable[[Point], ml_collections.ConfigDict]
@@ -175,7 +175,7 @@ class Sweep:
 def _check_list(name: str, values: object, kind: type = object) -> None:
   """Raises a ValueError unless `values` is a list, a tuple or a range of `kind`.
 
-  A generator is refused, because it would be empty when it is read again.
+  A generator is refused, because a second loop over it would find nothing.
   """
   if not isinstance(values, list | tuple | range):
     raise ValueError(f"{name} are {values!r}; give a list or a tuple.")
@@ -190,15 +190,15 @@ def key(point: Json) -> str:
 
 
 def describe(point: Json) -> str:
-  """Formats a point as readable text: size=s1 algorithm=diloco."""
+  """Formats a point as readable text, such as size=s1 algorithm=diloco."""
   short = lambda value: f"{value:.4g}" if isinstance(value, float) else value
   return " ".join(f"{name}={short(value)}" for name, value in point.items())
 
 
 def power(ratio: float, k: int) -> float:
-  """Returns ratio^k, rounded so that the result is always the same number.
+  """Returns ratio^k, rounded to six digits, so that equal powers are equal numbers.
 
-  The result has six digits. It is an int if it is a whole number.
+  The result is an int if it is a whole number.
   """
   value = float(f"{ratio**k:.6g}")
   return int(value) if value == int(value) else value

@@ -4,10 +4,10 @@ python -m diloco job RUN
 python -m diloco job RUN RUN ...
 python -m diloco job RUN --launch='ssh HOST "python -m diloco.main {flags}"'
 
-RUN is a run directory with a config.json. `diloco.main` trains one run, `worker.py`
-several; the command of --launch may train one run elsewhere. The trainer holds a lock
-on RUN/lock until it ends, even if its parent process ends earlier. So no two processes
-ever train the same run.
+RUN is a run directory with a config.json. `diloco.main` trains one run, and `worker.py`
+trains several. The command of --launch may train one run on another machine. The
+trainer holds a lock on RUN/lock until it ends, even if its parent process ends earlier.
+So no two processes ever train the same run.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from diloco.util.command import Parser, as_place, guarded
 from diloco.util.storage import open_storage
 
 LOCKED = 75  # Exit status EX_TEMPFAIL: temporary failure.
-# Exit statuses of a --launch that a person must mend: a mistake, as of all commands
-# (`diloco.errors`), and what a shell says of a command that it cannot start.
+# Exit statuses of a --launch whose cause a person must correct: 2 is a mistake, as for
+# all commands (`diloco.errors`). Shells return 126 or 127 if a command cannot start.
 MISTAKES = (2, 126, 127)
 # Signals that ask a run to save and end; batch systems send the last two.
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -38,23 +38,24 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
-# What a run in a bucket leaves for the sweep. The summary is last: then all is there.
+# Files that a sweep copies from a run's bucket. The last, summary.json, shows that the
+# run has ended.
 RESULTS = ("contents.json", "metrics.jsonl", "summary.json")
 
 
 def run(*directories: str, launch: str = "", workdir: str = "") -> int:
   """Trains the config of config.json and writes ended.json: {failed, error, finished}.
 
-  Several runs end together. Their process writes to the log.txt of the first run.
+  Several runs share one process, which writes to the log.txt of the first run.
 
-  A trainer that was asked to stop has not failed: the driver resumes it. A trainer that
-  was killed (out of memory) leaves no ended.json: the driver resumes it a few times.
-
-  The exit status 1 of a `launch` means as much: a machine or a connection was lost.
+  A trainer that was asked to stop has not failed: the driver resumes its run. If a
+  trainer was killed, perhaps because memory ran out, there is no ended.json: the driver
+  resumes the run a few times. A `launch` with exit status 1 leaves no ended.json
+  either, because a machine or a connection may have been lost.
 
   Args:
-    launch: a command that trains one run and ends with it; {flags} becomes the flags of
-      diloco.main. "": diloco.main itself.
+    launch: a command that trains one run and ends when the run ends. Its {flags} become
+      the flags of diloco.main. "": diloco.main trains on this machine.
     workdir: the address of a bucket's folder in which `launch` trains the run. "": the
       run's directory.
 
@@ -64,7 +65,7 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
     another process trains one of the runs.
 
   Raises:
-    ConfigError: `workdir` is the address of no bucket.
+    ConfigError: `workdir` is not the address of a bucket.
     OSError: the bucket does not answer.
   """
   runs = [pathlib.Path(directory) for directory in directories]
@@ -78,7 +79,7 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
     if workdir and fetch(runs[0], workdir):
       table.note_end(runs[0], failed=False)
       return 0
-    if len(runs) > 1:  # They train in one process, here.
+    if len(runs) > 1:  # Several runs train in one process, on this machine.
       launch, words = "", ["worker", *directories]
     else:
       config = f"--config={saved.__file__}:{runs[0] / 'config.json'}"
@@ -97,8 +98,8 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
         trainer.send_signal(signal.SIGTERM)
 
     with handled(STOPS, stop):
-      # The trainer saves at SIGTERM but dies of the other signals, which terminals and
-      # Slurm send to whole jobs. The trainer starts with those signals blocked.
+      # The trainer saves at SIGTERM, but the other signals would kill it. Terminals and
+      # Slurm send them to whole jobs, so the trainer starts with these signals blocked.
       others = set(STOPS) - {signal.SIGTERM}
       before = signal.pthread_sigmask(signal.SIG_BLOCK, others)
       try:
@@ -131,8 +132,8 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
 def launched(launch: str, run: pathlib.Path, workdir: str = "") -> list[str]:
   """Returns the words of a command that trains a run, perhaps on another machine.
 
-  A word {flags} becomes one word for each flag. Flags inside a longer word are quoted
-  for the shell that reads the word, such as ssh's.
+  If {flags} is a whole word, it becomes one word per flag. If it is part of a longer
+  word, the flags are quoted for the shell that reads this word, such as ssh's.
 
   Raises:
     ConfigError: the config names a plug-in that cannot be imported.
@@ -151,10 +152,10 @@ def launched(launch: str, run: pathlib.Path, workdir: str = "") -> list[str]:
 
 
 def fetch(run: pathlib.Path, workdir: str) -> bool:
-  """Copies the results of a run from its bucket, if it has ended there.
+  """Copies the results of a run from its bucket, if the run has ended.
 
   Returns:
-    Whether it has.
+    Whether the run has ended.
 
   Raises:
     ConfigError, OSError: see `storage.open_storage`.
@@ -169,7 +170,7 @@ def fetch(run: pathlib.Path, workdir: str) -> bool:
 
 
 def plugins_flag(runs: Iterable[pathlib.Path]) -> list[str]:
-  """Returns the flag by which a process imports the plug-ins of runs, if any."""
+  """Returns the flag with which a process imports the plug-ins of runs, if any."""
   names = dict[str, str]()
   for run in runs:
     config = files.read_json(run / "config.json") or {}
@@ -203,12 +204,12 @@ def _since(log: str, start: int) -> list[str]:
 
 
 def _after(word: str, lines: Iterable[str]) -> list[str]:
-  """Returns what follows a word at the beginning of lines."""
+  """Returns the lines that begin with `word`, without this word."""
   return [line.removeprefix(word) for line in lines if line.startswith(word)]
 
 
 def _error(log: str, lines: Sequence[str], code: int) -> str:
-  """Returns the last error that the trainer printed, or its last line."""
+  """Returns the last error that a trainer printed, else its signal or last line."""
   if errors := _after("error: ", lines):
     return errors[-1]
   if code < 0:
@@ -221,7 +222,7 @@ def run_by_hand(args: argparse.Namespace) -> int:
   """Trains runs, and says why if a run fails; returns the exit status.
 
   Raises:
-    ValueError: there is no such run, or another process trains a run; or see
+    ValueError: a folder has no config.json, or another process trains a run; see also
       `plugins.check_trusted`.
   """
   names = " ".join(map(str, args.run))

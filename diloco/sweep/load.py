@@ -1,4 +1,4 @@
-"""Loads a sweep file, and prepares what its runs share. No JAX."""
+"""Loads a sweep file, and lets its runs share compiled programs. Imports no JAX."""
 
 import dataclasses
 import itertools
@@ -18,12 +18,12 @@ def load_sweep(name: str, fields: Sequence[str] = ()) -> Sweep:
   """Runs a sweep file.
 
   Args:
-    name: a file or the name of a shipped sweep; an argument follows a colon.
+    name: a file or the name of a shipped sweep; an argument may follow after a colon.
     fields: flags --config.FIELD=VALUE, which change the config of every point.
 
   Raises:
-    ConfigError: the file has an error, or returns no sweep that can be searched; there
-      is no such field, or the points of the sweep differ in it.
+    ConfigError: the file has an error, or returns no sweep that can be searched; a
+      field does not exist, or the points of the sweep differ in this field.
   """
   path, _, argument = name.partition(":")
   if not path:
@@ -33,7 +33,7 @@ def load_sweep(name: str, fields: Sequence[str] = ()) -> Sweep:
     sweep = module.get_sweep(*filter(None, [argument]))
     if not isinstance(sweep, Sweep):
       raise ValueError(f"get_sweep() returns {sweep!r}; return a Sweep of grid.py.")
-    searches = search_all(sweep.grids, lambda point: None)  # Calls `like` everywhere.
+    searches = search_all(sweep.grids, lambda point: None)  # Checks every `like`.
   except Exception as error:
     raise ConfigError(f"{path}: {command.located(error, module.__file__)}") from error
   return _with_fields(sweep, searches, fields) if fields else sweep
@@ -42,10 +42,10 @@ def load_sweep(name: str, fields: Sequence[str] = ()) -> Sweep:
 def _with_fields(
   sweep: Sweep, searches: Sequence[Search], fields: Sequence[str]
 ) -> Sweep:
-  """Returns a sweep whose points all have some fields.
+  """Returns a sweep in which some config fields have the same value at every point.
 
   Raises:
-    ConfigError: there is no such field, the points differ in it, or its value is wrong.
+    ConfigError: a field does not exist, the points differ in it, or its value is wrong.
   """
   some = [point for search in searches for point in search.points]
   for search in searches:
@@ -61,7 +61,7 @@ def _with_fields(
         f"{flag} is given, but the runs differ in {field}; leave it out."
       )
   config = lambda point: with_flags(sweep.config(point), fields)
-  config(dict(some[0]))  # Finds values of a wrong type.
+  config(dict(some[0]))  # Raises an error if a value has a wrong type.
   return dataclasses.replace(sweep, config=config)
 
 

@@ -1,4 +1,4 @@
-"""Executes runs as processes of this machine, which may train them on others."""
+"""Executes runs as processes of this machine, which may train on other machines."""
 
 import collections
 import itertools
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from diloco.sweep import job, table
 
-# Seconds that the system may take to end a killed trainer, which holds its run's lock.
+# Seconds to wait until a killed trainer has ended and released its run's lock.
 RELEASE = 10.0
 
 
@@ -22,9 +22,9 @@ class Local:
   Args:
     cores: number of CPU cores to which each run is bound; 0: not bound.
     environment: additional environment variables of the runs.
-    launch: the command that trains a run, as in `job.run`; {worker} becomes the least
-      number, from 0, that no other run has.
-    workdir: an address; `launch` trains each run in a folder there, by its name.
+    launch: the command that trains a run, as in `job.run`. Its {worker} becomes the
+      least number from 0 that no other running run has.
+    workdir: a bucket's address; `launch` trains run NAME in the folder WORKDIR/NAME.
   """
 
   detached = False
@@ -64,7 +64,7 @@ class Local:
       os.sched_setaffinity(process.pid, free_first[: self._cores])
 
   def _free_worker(self, run: pathlib.Path) -> int:
-    """Returns a number that no other run has, also none of an earlier driver."""
+    """Returns the least worker number that no running run of any driver has."""
     rows = table.read_rows(run.parents[1]).values()
     busy = {row.get("worker") for row in rows if self.running(row["folder"])}
     return next(number for number in itertools.count() if number not in busy)
@@ -76,7 +76,7 @@ class Local:
 
   def stop(self) -> None:
     alive = [p for p in self._processes.values() if p.poll() is None]
-    for process in dict.fromkeys(alive):  # Once each: runs may share a process.
+    for process in dict.fromkeys(alive):  # Several runs may share a process.
       process.terminate()
     if alive:
       start = "\n" if sys.stderr.isatty() else ""  # The terminal has written ^C.
@@ -88,7 +88,7 @@ class Local:
   def kill(self) -> None:
     for run, process in self._processes.items():
       if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)  # The job and its trainer.
+        os.killpg(process.pid, signal.SIGKILL)  # Kills the job and its trainer.
         process.wait()
         end = time.monotonic() + RELEASE
         while job.alive(run) and time.monotonic() < end:

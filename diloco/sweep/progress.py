@@ -1,4 +1,4 @@
-"""Shows the cells, runs and failures of a sweep, before, while and after it runs."""
+"""Shows the cells, runs and failures of a sweep: before, during and after it."""
 
 import collections
 import signal
@@ -20,11 +20,11 @@ def lines(
   rows: Collection[Row],
   waiting: Mapping[str, Point] = {},
 ) -> list[str]:
-  """Lists cells with their best points, running and waiting runs, failures, a total.
+  """Lists cells with their best points, running and waiting runs, failures and a total.
 
   Args:
     cells: the searches of all cells.
-    rows: all runs that were started.
+    rows: the rows of all runs that were started.
     waiting: {name: point} of the waiting runs to list.
   """
   table = _table_of_cells(cells) if cells else []
@@ -59,7 +59,7 @@ def _table_of_cells(cells: Sequence[Search]) -> list[str]:
 
 
 def _runs(rows: Iterable[Row], waiting: Mapping[str, Point]) -> list[str]:
-  """Returns a line per running run, with its step, and per waiting run."""
+  """Returns a line for each running run, with its step, and for each waiting run."""
   listed = [
     ("running", row["name"], _position(row), row["point"])
     for row in rows
@@ -71,7 +71,7 @@ def _runs(rows: Iterable[Row], waiting: Mapping[str, Point]) -> list[str]:
 
 
 def _position(row: Row) -> str:
-  """Returns the step of a run and the time of training that is left."""
+  """Returns the step of a run and the training time that is left."""
   records = map(metrics.as_record, backwards(row["folder"] / metrics.FILE))
   last = next((r for r in records if r.get("kind") == "step"), None)
   if not last:
@@ -83,7 +83,7 @@ def _position(row: Row) -> str:
 
 
 def failures(rows: Collection[Row], most: int = 3) -> list[str]:
-  """Returns the last `most` reasons of failures, each once; counts the others."""
+  """Returns the last distinct failure reasons, at most `most`; counts the others."""
   reasons = list(dict.fromkeys(r["error"] for r in rows if r["status"] == "failed"))
   shown = [f"failed: {reason}" for reason in reasons[-most:]]
   more = len(reasons) - len(shown)
@@ -93,11 +93,11 @@ def failures(rows: Collection[Row], most: int = 3) -> list[str]:
 def stopped(
   number: int, cells: Sequence[Search], rows: Collection[Row], waiting: int
 ) -> str:
-  """Says what a signal has stopped, and what is left.
+  """Describes a sweep that a signal has stopped: its runs, and what is left to run.
 
   Args:
-    number: the signal.
-    cells, rows: as for `lines`. Runs that are still running outlive the driver.
+    number: the number of the signal.
+    cells, rows: as for `lines`. Runs that still run are jobs that outlive the driver.
     waiting: how many runs were never started.
   """
   name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -110,7 +110,7 @@ def stopped(
 
 
 class Live:
-  """Prints the failures and the total whenever more runs have ended."""
+  """Prints new failures and the total whenever more runs have ended."""
 
   def __init__(self) -> None:
     self._ended, self._failures = -1, list[str]()

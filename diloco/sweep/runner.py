@@ -1,4 +1,4 @@
-"""The driver: asks the grids what to run, starts runs, and notes vanished runs.
+"""The driver of a sweep: asks the grids what to run, and starts and watches runs.
 
 The run directories hold the whole state, so you may kill and restart the driver.
 """
@@ -29,8 +29,8 @@ from diloco.util import files
 from diloco.util.command import one_line
 from diloco.util.types import Json
 
-# A run fails when it has vanished (was killed, ran out of memory, lost its node) this
-# many times in a row. A run that stopped and saved has not vanished.
+# A run counts as failed after it has vanished (was killed, ran out of memory, lost its
+# node) this many times in a row. A run that stopped and saved has not vanished.
 ATTEMPTS = 5
 
 
@@ -38,7 +38,7 @@ class Backend(Protocol):
   """Executes runs.
 
   Attributes:
-    detached: whether runs are jobs that outlive this process. Then a signal may
+    detached: whether runs are jobs that outlive this process. If they are, a signal may
       interrupt `start` and `running`, which may wait long for another program.
   """
 
@@ -71,11 +71,11 @@ class Driver:
   """Runs a sweep, one `step` after another.
 
   Args:
-    results: the results directory; only `step` and `settle` write there. None: there
-      are no runs, and none is started.
+    results: the results directory; only `step`, `settle` and `prepare` write there.
+      None: there are no runs, and no run is started.
     backend: executes the runs.
-    parallel: limit of processes at a time, including those of an earlier driver.
-    vectorize: limit of runs that a process trains together.
+    parallel: the most processes at a time, including those of an earlier driver.
+    vectorize: the most runs that one process trains together.
 
   Attributes:
     rows: the rows of all runs by name, after the last step.
@@ -92,13 +92,13 @@ class Driver:
     self.sweep, self.results, self.backend = sweep, results, backend
     self.parallel, self.vectorize = parallel, vectorize
     self.rows = table.read_rows(results)
-    self._plans: dict[str, Plan] = {}  # By the point's key.
+    self._plans: dict[str, Plan] = {}  # {key of the point: its plan}.
 
   @functools.cached_property
   def _names(self) -> dict[str, str]:
-    """Names of runs by the digest of their configs, some of which need plug-ins.
+    """Names of runs by the digest of their configs, computed at the first use.
 
-    The sweep file has imported these when the first config is resolved.
+    Some configs need plug-ins, which the sweep file has imported by then.
     """
     return table.names_by_digest(self.rows)
 
@@ -112,7 +112,7 @@ class Driver:
       table.note_end(directory, failed=True, error=plan.error)
       self.rows[plan.name] = table.read_row(directory)
     todo = self.todo(cells)
-    # Ask only about the others: a run that was alive above may have ended since.
+    # Does not ask the backend again: a run that ended after `settle` would restart.
     alive = {name for name, row in self.rows.items() if row["status"] == "running"}
     # Slurm may have put an interrupted run back into its queue.
     alive |= {n for n in todo if n not in alive and self.backend.running(self._path(n))}
@@ -150,16 +150,16 @@ class Driver:
     return todo
 
   def least(self) -> list[Plan]:
-    """Returns the runs still to come if no search finds a better point than it has.
+    """Returns the runs to come if no search finds a point better than its best so far.
 
-    A search that has not begun is taken to start at its best point. So a sweep has at
-    least these runs.
+    A search that has not begun is assumed to start at its best point. So at least these
+    runs are left.
     """
     assumed: dict[str, float] = {}
 
     def loss(point: Point) -> float:
       known = self._loss(point)
-      # Each assumed loss is worse than all known ones and than those before it.
+      # Each assumed loss exceeds all known losses and all earlier assumed losses.
       return (
         known
         if known is not None
@@ -181,7 +181,7 @@ class Driver:
     return [self.rows[name] for name in names if name in self.rows]
 
   def refused(self) -> list[Plan]:
-    """Returns points without a valid config that have no row of a failed run yet."""
+    """Returns the plans without a valid config, if no row has their error yet."""
     noted = lambda plan: self.rows.get(plan.name, {}).get("error")
     return [p for p in self._plans.values() if p.error and p.error != noted(p)]
 
@@ -189,7 +189,8 @@ class Driver:
     """Reads all runs, and notes the ends of runs that are no longer running.
 
     Args:
-      stopped: whether the backend stopped or killed them. Then they have not vanished.
+      stopped: whether the backend stopped or killed these runs. If it did, the runs do
+        not count as vanished.
     """
     self.rows = table.read_rows(self.results, self.rows)
     for name, row in self.rows.items():
@@ -213,7 +214,7 @@ class Driver:
   def _make_plan(self, point: Point) -> Plan:
     try:
       config = table.as_json(resolve(self.sweep.config(dict(point))))
-    except Exception as error:  # A sweep file may raise anything.
+    except Exception as error:  # A sweep file may raise any error.
       reason = one_line(error)
       if not isinstance(error, ConfigError):
         kind = type(error).__name__
@@ -224,7 +225,7 @@ class Driver:
     return Plan(point, self._names.get(name, name), config)
 
   def prepare(self) -> list[pathlib.Path]:
-    """Makes the directories of the runs that come first, and starts none of them."""
+    """Makes the directories of the runs that come first, without starting the runs."""
     plans = [
       plan
       for name, plan in self.todo(self.cells()).items()
@@ -246,7 +247,7 @@ class Driver:
   def _prepare(
     self, plan: Plan, group: str, revision: str, starts: bool = True
   ) -> pathlib.Path:
-    """Writes config and notes of a run, which starts now or later; returns its path."""
+    """Writes config and notes of a run that starts now or later; returns its folder."""
     directory = self._path(plan.name)
     row = table.read_row(directory)
     files.write_json(directory / "config.json", plan.config)
@@ -261,13 +262,13 @@ class Driver:
       running=starts,
     )
     table.forget_end(directory)
-    # An earlier version of the sweep file may have had no valid config for the point.
+    # Deletes the row that the point has if its config was not valid earlier.
     shutil.rmtree(self._path(_refused_name(plan.point)), ignore_errors=True)
     self.rows[plan.name] = table.read_row(directory)
     return directory
 
   def _path(self, name: str) -> pathlib.Path:
-    assert self.results  # Without a folder, no run is started.
+    assert self.results  # Without a results directory, no run starts.
     return self.results / "runs" / name
 
 
@@ -276,7 +277,7 @@ def drive(
   show: Callable[[list[Search], Collection[Row]], None],
   pause: float = 2.0,
 ) -> int:
-  """Runs a sweep to its end. The caller must hold `table.alone` of its results.
+  """Runs a sweep to its end. The caller must hold the lock of `table.alone`.
 
   SIGINT (Ctrl-C) and SIGTERM stop the sweep: the backend's runs save and end. A second
   signal kills these runs.
@@ -291,8 +292,8 @@ def drive(
     failed, else 0.
   """
   received: list[int] = []
-  # A step may be interrupted if jobs outlive the driver. Else `stop` might not know the
-  # run that was just started.
+  # A signal may interrupt a step only if jobs outlive the driver. Otherwise `stop`
+  # might not know the run that was just started.
   interruptible = driver.backend.detached
   ended = False
 
@@ -353,5 +354,5 @@ def _settled(directory: pathlib.Path, stopped: bool) -> Row:
 
 
 def _refused_name(point: Point) -> str:
-  """Names the row of a point without a valid config."""
+  """Returns the name of the row for a point without a valid config."""
   return table.digest({"refused": point})

@@ -2,7 +2,7 @@
 
 python -m diloco.main --config=diloco/sweep/saved.py:RUN/config.json --workdir=ELSEWHERE
 
-Without a file it has the defaults, which a sweep's --launch changes by flags.
+Without a file, the config has the defaults; a sweep's --launch changes them by flags.
 """
 
 import json
@@ -22,7 +22,8 @@ def get_config(path: str = "") -> ml_collections.ConfigDict:
   try:
     fields = saved_fields(json.loads(pathlib.Path(path).read_text()))
     c = default_config(*fields["plugins"])
-    c.update_from_flattened_dict(fields | {"train.tokens": 0})  # Follow from the steps.
+    # train.steps gives the length of the run; train.tokens follows from it.
+    c.update_from_flattened_dict(fields | {"train.tokens": 0})
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise ConfigError(
       f"{path} is no config.json of this version's runs: {one_line(error).rstrip('.')}."

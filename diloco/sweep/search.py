@@ -17,13 +17,13 @@ class Search:
   """The progress of the search of one cell.
 
   Attributes:
-    grid, cell: the searched cell and its grid.
-    state: waiting (for the cell in `like`), searching, interior, edge or failed.
+    grid, cell: the grid, and its cell that is searched.
+    state: waiting (for the cell of `like`), searching, interior, edge or failed.
     points: all points of the cell so far.
     todo: the points that have no result yet.
     best: the point with the least loss so far; None before the first result.
     loss: the loss of `best`.
-    edge: the axes whose bound the best point touches.
+    edge: names of the axes at whose end the best point lies.
   """
 
   grid: Grid
@@ -53,9 +53,9 @@ def search_all(grids: Sequence[Grid], loss: Loss) -> list[Search]:
   """Searches all cells of all grids, in order.
 
   Raises:
-    ValueError: a cell starts from a cell that is not an earlier one.
+    ValueError: a cell starts from a cell that does not come before it.
   """
-  latest: dict[str, Search] = {}  # By the cell's key.
+  latest: dict[str, Search] = {}  # {key of a cell: its newest search}.
   found = list[Search]()
   for grid in grids:
     for cell in grid.cells:
@@ -78,14 +78,14 @@ def search_all(grids: Sequence[Grid], loss: Loss) -> list[Search]:
 def search(grid: Grid, cell: Point, start: Point | None, loss: Loss) -> Search:
   """Searches one cell as far as losses are known.
 
-  The points of the first grid come first, then the missing neighbours of the best point
-  along every axis. The search ends when both neighbours of every axis are known and
-  none is better.
+  `_first_points` come first, then the untried neighbours of the best point along every
+  axis. The search ends when the losses of all neighbours of the best point are known
+  and no neighbour is better.
 
   Args:
     grid: the cell's grid.
     cell: a cell of the grid.
-    start: the best point of the cell from which this one starts, if any.
+    start: the best point of the earlier cell from which this cell starts, if any.
     loss: the loss of a point.
   """
   points = _first_points(grid, cell, start or {})

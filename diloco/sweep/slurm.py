@@ -1,7 +1,7 @@
 """Executes runs on a cluster: each run is a Slurm job of scripts/launchers/slurm.sh.
 
-Needs a results directory that all nodes see. Jobs do not depend on the driver, which
-may end at any moment: a later driver finds them by their names.
+All nodes must see the results directory. Jobs do not depend on the driver, which may
+end at any moment: a later driver finds the jobs by their names.
 """
 
 import math
@@ -19,7 +19,7 @@ from diloco.util import files, shipped
 # An answer of squeue is used for FRESH seconds. If squeue does not answer for PATIENCE
 # seconds, that is an error.
 FRESH, PATIENCE = 5.0, 3600.0
-# Seconds to wait after each refusal by sbatch. A refusal after the last is an error.
+# Seconds to wait after each refusal by sbatch. One more refusal is an error.
 PAUSES = (5.0, 30.0)
 
 
@@ -41,16 +41,17 @@ class Slurm:
     options: Sequence[str] = (),
   ):
     self.environment, self._options = environment, options
-    # A run of another results directory may have the same name in the queue.
+    # Jobs have this digest in their names, because a run of another results directory
+    # may have the same name.
     self._place = digest({"results": str(results.resolve())})
-    self._states: dict[str, str] | None = None  # By job name; None: no answer yet.
+    self._states: dict[str, str] | None = None  # {job name: state}; None: no answer.
     self._asked, self._answered = -math.inf, time.monotonic()
 
   def start(self, *runs: pathlib.Path) -> None:
     """Submits a job; if sbatch refuses, tries again after each of PAUSES.
 
     Raises:
-      ValueError: sbatch still refuses.
+      ValueError: sbatch refuses the last attempt too.
     """
     for pause in (*PAUSES, None):
       try:
@@ -82,8 +83,8 @@ class Slurm:
     states = self._queue()
     if states is None:
       return True  # It is better to wait than to submit a run twice.
-    # A run notes its end before Slurm does. But a job that Slurm has preempted and put
-    # back into the queue is pending, and will run again.
+    # A run writes ended.json before its job leaves the queue. But a job that Slurm has
+    # preempted and put back into the queue is pending, and will run again.
     state = states.get(self._name(run))
     return state == "PD" or (state is not None and not (run / "ended.json").exists())
 
@@ -94,17 +95,19 @@ class Slurm:
     """Leaves the jobs alone."""
 
   def _name(self, run: pathlib.Path) -> str:
-    """Names a run's job. A later driver finds the job by this name, even if this
-    driver was killed before it knew the job's number. A job of several runs has the
-    name of the first."""
+    """Names a run's job; a job of several runs has the name of the first run.
+
+    A later driver finds the job by this name, even if this driver was killed before it
+    knew the job's number.
+    """
     first = (files.read_json(run / "run.json") or {}).get("group") or run.name
     return f"diloco-{first}-{self._place}"
 
   def _queue(self) -> dict[str, str] | None:
     """Returns the states of this user's jobs by name, from the last answer of squeue.
 
-    Without accounting in Slurm, sacct would give no answer, and a lost job would never
-    end.
+    sacct is no alternative: if Slurm has no accounting, sacct does not answer, and the
+    driver would wait for a lost job for ever.
 
     Raises:
       ValueError: squeue has not answered for PATIENCE seconds.

@@ -1,17 +1,17 @@
 """Reads and writes the run directories of a sweep, and makes a table of them.
 
-The directories are the only record. RESULTS/runs/NAME holds
+The directories are the only record of a sweep. RESULTS/runs/NAME holds
 
-  contents.json digests of the text and the tokenizer of its losses
+  contents.json digests of the run's texts and tokenizer
   config.json   every field of the run's config, resolved
   run.json      notes of the driver: point, group, revision, attempts, started, running,
-                vanished
+                vanished, worker
   ended.json    how the last attempt ended: failed, error, finished
   summary.json  the trainer's results
 
-and the trainer's other files. NAME is the digest of the config when the run was first
-started, so a config that two grids ask for is run once. A point without a valid config
-has a directory with run.json and ended.json only.
+and the trainer's other files. NAME is the digest that the config had when the run first
+started. So two grids that ask for the same config share one run. A point without a
+valid config has a directory with only run.json and ended.json.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ from diloco.util.types import Json
 
 Row = Json
 
-# Columns from summary.json: the field in that file and its type. Losses are held-out
-# losses in nats per token; test losses are empty if eval.test_tokens is 0. The accuracy
-# is that of the first task, empty if none was scored. Bytes are bytes that one replica
-# sends, in total and at the step that sends most.
+# {column: (field in summary.json, its type)}. Losses are held-out losses in nats per
+# token; test losses are empty if eval.test_tokens is 0. `accuracy` is the accuracy
+# in the first task, and empty if no task was scored. `bytes_sent` counts all bytes that
+# one replica sends, `peak_bytes` only those of the step at which it sends most.
 SUMMARY_COLUMNS = {
   "params": ("params", int),
   "tokens": ("tokens", int),
@@ -96,13 +96,14 @@ def read_row(directory: pathlib.Path) -> Row:
   """Reads one run; a directory without files is a run that was never started.
 
   Returns:
-    The notes; `folder` (the directory), its `name`, `config` ({} if the point has no
-    valid config), `contents` (digests of text and tokenizer), `error` and `finished`;
-    SUMMARY_COLUMNS (None unless the run is done); `status`: running (also after the run
-    vanished, until a driver notices), interrupted (to be resumed), done or failed.
+    The driver's notes (see `note`), and: `folder` (the directory), its `name`, `config`
+    ({} if the point has no valid config), `contents` (digests of texts and tokenizer),
+    `error`, `finished`, SUMMARY_COLUMNS (None unless the run is done) and `status`.
+    The status is running (also after the run vanished, until a driver notices),
+    interrupted (to be resumed), done or failed.
   """
-  # The trainer writes summary.json, then the job writes ended.json. Reading them in the
-  # opposite order never finds an end without its summary.
+  # The trainer writes summary.json, then the job writes ended.json. We read ended.json
+  # first, so that the row of an ended run has its summary.
   ended = files.read_json(directory / "ended.json") or {}
   result = files.read_json(directory / "summary.json") or {}
   summary = leaves({"accuracy": _accuracy(directory, result)} | result)
@@ -140,7 +141,7 @@ def check_texts(rows: Iterable[Row]) -> None:
   """Refuses runs whose text or tokenizer has changed under the same path.
 
   Raises:
-    ConfigError: names two such runs.
+    ConfigError: a text or tokenizer has changed; the message names two runs.
   """
   first = dict[tuple, tuple[Row, Basis]]()
   for row in sorted(rows, key=lambda row: row["started"]):
@@ -156,7 +157,7 @@ def check_texts(rows: Iterable[Row]) -> None:
 
 
 def _accuracy(directory: pathlib.Path, result: Row) -> float | None:
-  """Returns the accuracy of the first task: of eval.tasks, or of `diloco evaluate`."""
+  """Returns the accuracy of the first task, from training or else `diloco evaluate`."""
   later = (
     files.read_json(p) or {} for p in sorted(directory.glob("evaluation_*.json"))
   )
@@ -175,9 +176,10 @@ def note(directory: pathlib.Path, **changes: Any) -> None:
     revision: Git revision of the code, with -dirty if files were changed.
     attempts: how often the run was started.
     started: UTC time of the first note.
-    running: True when an attempt starts; False if it vanishes or cannot be submitted.
-      Ignored once there is an ended.json.
-    vanished: how many attempts in a row left no ended.json.
+    running: True when an attempt starts; False if it ends without an ended.json, cannot
+      be submitted, or is still to come.
+      This note has no effect once there is an ended.json.
+    vanished: how many of the last attempts, in a row, left no ended.json.
     worker: the number that the last attempt had in the command of --launch.
   """
   path = directory / "run.json"
@@ -206,10 +208,11 @@ def forget_end(directory: pathlib.Path) -> None:
 
 
 def names_by_digest(rows: Mapping[str, Row]) -> dict[str, str]:
-  """Maps the digest of each run's config, computed by this code, to the run's name.
+  """Maps the digest of each run's config, as computed now, to the run's name.
 
-  A run keeps its name when the code gains a field, although the digest changes; the run
-  counts as one with the field's default. Of equal digests, a run that is done wins.
+  When the code gains a config field, digests change, but a run keeps its name: the run
+  counts as one with the field's default. If runs have equal digests, the name of a run
+  that is done is taken.
   """
   names: dict[str, str] = {}
   valid = [row for row in rows.values() if row["config"]]
@@ -226,12 +229,12 @@ def as_json(config: Config) -> Json:
 
 
 def digest(value: Json) -> str:
-  """Names a run by its config; a config has the same name on every machine."""
+  """Returns 12 hex digits that identify a value, such as a config, on any machine."""
   return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def git_revision() -> str:
-  """Returns the revision of this code, with -dirty if changed; unknown without git."""
+  """Returns this code's Git revision, with -dirty if changed; "unknown" without Git."""
   command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
   here = pathlib.Path(__file__).parent
   quiet = subprocess.DEVNULL

@@ -1,8 +1,8 @@
-"""Trains runs of a sweep together: what `diloco.sweep --vectorize` starts.
+"""Trains several runs of a sweep together, for `diloco sweep --vectorize`.
 
 python -m diloco worker RESULTS/runs/NAME RESULTS/runs/NAME ...
 
-Each RUN has a config.json, and gets the files that diloco.main writes to a --workdir.
+Each RUN has a config.json, and gets the files that diloco.main writes to --workdir.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def _by_position(runs: Sequence) -> list[list]:
   """Groups runs whose newest checkpoints have the same step.
 
   A run is alone in its group if its last step is saved, if its checkpoint is damaged,
-  or if it was extended: then its schedule differs (`Schedule.drained`).
+  or if it was extended: an extended run has another schedule (`Schedule.drained`).
   """
   from diloco.checkpoint.record import read_record, steps_of
 

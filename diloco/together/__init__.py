@@ -1,1 +1,1 @@
-"""Trains runs that differ in numbers only: one launch does the step of all of them."""
+"""Trains runs that differ in numbers only: one launch runs a step of all runs."""

@@ -1,4 +1,4 @@
-"""Which runs of a sweep can train together, in one program (--vectorize). No JAX."""
+"""Finds runs of a sweep that can train in one program (--vectorize). No JAX."""
 
 import json
 import re
@@ -28,10 +28,10 @@ def alike(config: Mapping[str, Any]) -> str:
   """Returns a text that is the same for all runs that can train together.
 
   Args:
-    config: a config as config.json has it.
+    config: a config in the form of config.json.
   """
   v = {field: x for field, x in leaves(config).items() if field not in _VARIED}
-  # Without decay the optimizer has other parts.
+  # Without weight decay the optimizer has another program.
   v["inner.weight_decay"] = bool(v["inner.weight_decay"])
   v["outer.optimizer"] = _MOMENTUM.sub(r"\1...", v["outer.optimizer"])
   return json.dumps(v, sort_keys=True)
@@ -41,17 +41,18 @@ def obstacle(config: Mapping[str, Any]) -> str:
   """Says why a run must train alone; "" if it can train in a group."""
   v = leaves(config)
   found = [f"{f} is {v[f]!r}" for f, value in _NEEDED.items() if v[f] != value]
-  if not {*v["plugins"]} <= {*plugins.contrib()}:  # Others may hold state of one run.
+  # Plug-ins from outside this package may keep the state of a single run.
+  if not {*v["plugins"]} <= {*plugins.contrib()}:
     found.append(f"plugins is {v['plugins']!r}")
   return next(iter(found), "")
 
 
 def split(configs: Mapping[str, Mapping[str, Any]], most: int) -> list[list[str]]:
-  """Groups runs that can train together, in the order of the first of each group.
+  """Divides runs into groups that can train together, ordered by their first runs.
 
   Args:
     configs: {name: config of the run}.
-    most: the most runs of a group.
+    most: the largest number of runs in a group.
 
   Returns:
     The names of each group.

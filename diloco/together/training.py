@@ -1,8 +1,8 @@
-"""Trains runs that differ in numbers only: one launch does the step of all runs.
+"""Trains runs that differ in numbers only: one launch runs a step of all runs.
 
-`jax.vmap` maps the functions of a single run's method over an axis in front of all
-arrays, the runs. Everything else belongs to each run: text, log, checkpoints,
-evaluation, summary. A run that diverges ends with its error, without effect on others.
+`jax.vmap` maps the functions of a single run's method over a new first axis of all
+arrays, the axis of the runs. Each run has its own text, log, checkpoints, evaluation
+and summary. A run that diverges ends with an error, without effect on other runs.
 
 Letters: R runs, M replicas, B sequences, L positions.
 """
@@ -44,17 +44,17 @@ class Numbers(NamedTuple):
 
 
 def numbers_of(configs: Sequence[Config]) -> Numbers:
-  """Stacks the numbers of configs. They stay weakly typed, as Python numbers are."""
+  """Stacks the numbers of configs; they stay weakly typed, like Python numbers."""
   each = [Numbers(c.seed, tuned(c), outer_tuned(c.outer)) for c in configs]
   return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *each)
 
 
 @dataclasses.dataclass
 class Together(Method):
-  """The method of R runs: that of one run, mapped over the runs.
+  """The method of R runs: the method of one run, mapped over the runs.
 
   Attributes:
-    numbers: those in which the runs differ; `c` is the config of one of them.
+    numbers: the numbers in which the runs differ; `c` is the config of one run.
   """
 
   numbers: Numbers
@@ -140,7 +140,9 @@ def _of_run(arrays: PyTree, r: int) -> PyTree:
 
 
 class Member(Run):
-  """One of the runs, in this process only. Its log takes the reports of its peers.
+  """One of the runs that train together, in this process only.
+
+  Every run has `Peers` of its own, because its log takes the reports of its peers.
 
   Attributes:
     out: the run's log.txt, which `train` closes.
@@ -154,7 +156,7 @@ class Member(Run):
   def own(self) -> Iterator[None]:
     """Writes all output to the run's log.txt.
 
-    What is wrong with one run, such as a loss that diverges, ends this run only.
+    An error of one run, such as a loss that diverges, ends this run only.
     """
     out = self.out
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -162,8 +164,8 @@ class Member(Run):
         yield
       except (ConfigError, TryAgain) as error:
         self.failed = True
-        if hasattr(self, "log"):  # Else it trained alone, and has closed its log.
-          self.log.close()  # Ends the line of the progress bar.
+        if hasattr(self, "log"):  # Unset if it trains alone or fails early.
+          self.log.close()  # Ends the progress bar's line, too.
         print_line(f"{FAILED}{error}")
 
 
@@ -181,7 +183,7 @@ def train(runs: Sequence[Member]) -> bool:
     Whether SIGTERM ended the runs early, and they are saved.
 
   Raises:
-    ConfigError: as `diloco.train.train`, if it holds for all runs.
+    ConfigError: as in `diloco.train.train`, for a mistake of all runs.
     Interrupted: Ctrl-C ended the runs early, and the runs are saved.
   """
   with training_modes(), contextlib.ExitStack() as stack:
@@ -200,7 +202,7 @@ def train(runs: Sequence[Member]) -> bool:
 def join(
   method: Method, runs: Sequence[Run], states: Sequence[TrainState], first: PyTree
 ) -> Joined:
-  """Joins the runs to one method, one state and one stream of tokens; see `Join`."""
+  """Makes one method, one state and one stream of tokens for all runs; see `Join`."""
   together = Together(runs[0].c, method.sync, numbers_of([run.c for run in runs]))
   if states:
     place = NamedSharding(method.sync.mesh, P())

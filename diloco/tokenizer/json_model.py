@@ -1,4 +1,4 @@
-"""Tokenizers of public models: a tokenizer.json, with SentencePiece's methods. No JAX.
+"""Reads a public model's tokenizer.json; gives it SentencePiece's methods. No JAX.
 
 Needs the package tokenizers (the extra `hf`). tokenizer_config.json, in the same
 folder, names the special tokens, such as EOS.
@@ -13,22 +13,23 @@ from diloco.spec.shapes import EOS_ID
 from diloco.util.command import optional
 
 ROLES = ("pad_token", "eos_token", "bos_token", "unk_token")
-# A copy of the file has the special tokens under this key.
+# diloco's copy of a tokenizer.json has the special tokens, too, under this key.
 SPECIAL = "diloco_special_tokens"
 
 
 class JsonModel:
-  """A tokenizer.json, with those methods of a SentencePieceProcessor that we call.
+  """A tokenizer.json with the methods of a SentencePieceProcessor that diloco calls.
 
   Attributes:
-    special: ids of pad, EOS, BOS and unknown; -1 if missing.
+    special: ids of pad, EOS, BOS and unknown; -1 for a missing token.
   """
 
   def __init__(self, path: pathlib.Path):
-    """Reads the file.
+    """Reads a tokenizer.json.
 
     Raises:
-      ConfigError: the file is damaged, or the package tokenizers is missing.
+      ConfigError: a file is damaged, no EOS is named, or the package tokenizers is
+        missing.
     """
     needs = f"data.tokenizer is {str(path)!r}, which needs"
     tokenizers = optional("tokenizers", needs, "hf")
@@ -45,7 +46,7 @@ class JsonModel:
         f"data.tokenizer is {str(path)!r}, but it or the tokenizer_config.json beside"
         f" it cannot be read ({error}); download both again."
       ) from error
-    self._model.encode_special_tokens = True  # The text </s> is no EOS.
+    self._model.encode_special_tokens = True  # In text, "</s>" is not EOS.
     self._model.no_truncation()
     self._model.no_padding()
     self.special = tuple(map(self._id, ROLES))
@@ -57,9 +58,9 @@ class JsonModel:
       )
 
   def _id(self, role: str) -> int:
-    """Returns the id of a role; -1 if it is missing."""
+    """Returns the id of the token with a role such as eos_token; -1 if missing."""
     i = self._model.token_to_id(self._special.get(role, ""))
-    # Some models pad with an ordinary piece, such as `!`, which is still text.
+    # Some models pad with an ordinary piece, such as `!`. Such a piece stays text.
     added = self._model.get_added_tokens_decoder().get(i)
     is_text = not (added and added.special)
     return -1 if i is None or (is_text and role != "unk_token") else i
@@ -77,7 +78,7 @@ class JsonModel:
     return {"offsets": self._model.encode(text, add_special_tokens=False).offsets}
 
   def serialized(self) -> bytes:
-    """Returns the file with the special tokens in it."""
+    """Returns the bytes of a tokenizer.json that also has the special tokens."""
     whole = {**self._content, SPECIAL: self._special}
     return json.dumps(whole, ensure_ascii=False).encode()
 

@@ -1,6 +1,6 @@
 """SentencePiece with the special ids of NanoDO: pad 0, EOS 1, BOS 2, unknown 3.
 
-A tokenizer.json of a public model serves as well (`diloco.tokenizer.json_model`).
+A public model's tokenizer.json can take SentencePiece's place (`json_model.py`).
 """
 
 import functools
@@ -23,17 +23,17 @@ _SHIPPED = pathlib.Path(__file__).parent / "shipped"
 class Tokenizer:
   """Converts text to ids and back.
 
-  Some models have other special ids than NanoDO or lack some of them: T5's has no BOS,
-  Llama's no pad. The ids of such a model are permuted: its special ids become 0 to 3.
+  Some models have other special ids than NanoDO, or lack some: T5's model has no BOS,
+  and Llama's has no pad. This class permutes their ids, so that special ids are 0 to 3.
   Models from `python -m diloco train_tokenizer` need no permutation.
 
   Attributes:
     path: the model file.
-    model: the SentencePiece model, or the content of a tokenizer.json.
+    model: the SentencePiece model, or the `JsonModel` of a tokenizer.json.
     sha256: hash of the model, hexadecimal.
     vocab_size: number of ids, special ids included.
-    pieces: the model's piece of each id, int64 [vocab_size]; -1 for a special id that
-      the model lacks.
+    pieces: for each id, the model's own id of the piece, int64 [vocab_size]; -1 for a
+      special id that the model lacks.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -48,12 +48,13 @@ class Tokenizer:
     self._ours, self.pieces = _permutation(special, m.get_piece_size())
     self.vocab_size = len(self.pieces)
     self._same = special == (PAD_ID, EOS_ID, BOS_ID, UNK_ID)
-    # Text has no pad, EOS or BOS: in text, the pieces of these mean unknown text.
+    # Text has no pad, EOS or BOS. If the model finds their pieces in text, `encode`
+    # gives the id of unknown text.
     never = [i for i in special[:UNK_ID] if i >= 0]
     self._ours[never] = UNK_ID
 
   def serialized(self) -> bytes:
-    """Returns the model as the bytes of a file from which it can be loaded."""
+    """Returns the bytes of a model file from which this tokenizer can be loaded."""
     if isinstance(self.model, JsonModel):
       return self.model.serialized()
     return self.path.read_bytes()
@@ -69,10 +70,10 @@ class Tokenizer:
     return self.model.decode(pieces[pieces >= 0].tolist())
 
   def prefix_bytes(self, text: str, num_tokens: int) -> int:
-    """Returns how many UTF-8 bytes of `text` its first tokens stand for.
+    """Returns the UTF-8 bytes that the first `num_tokens` tokens of `text` represent.
 
-    The number is exact for every model, even if the model normalises text. If each byte
-    of a character is a token, the last of these tokens counts for the character.
+    The number is exact for every model, even if the model normalises text. If a
+    character has one token per byte, its bytes count only with the last of its tokens.
     """
     offsets = self.model.encode_as_offset_mapping(text)["offsets"]
     end = offsets[num_tokens][0] if num_tokens < len(offsets) else len(text)
@@ -80,9 +81,9 @@ class Tokenizer:
 
 
 def _one_role_each(special: tuple[int, ...]) -> tuple[int, ...]:
-  """Keeps the first of a piece's several roles, and sets the other roles to -1.
+  """Keeps a piece's first role of EOS, unknown, BOS and pad; its others become -1.
 
-  In GPT-2 one piece is EOS, BOS and unknown; others pad with EOS or with unknown.
+  In GPT-2 one piece is EOS, BOS and unknown; other models pad with EOS or unknown.
   """
   found = list(special)
   for i, role in enumerate(order := (EOS_ID, UNK_ID, BOS_ID, PAD_ID)):
@@ -96,18 +97,18 @@ def _permutation(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Makes the maps from the model's piece ids to our ids and back.
 
-  The special pieces get the ids 0 to 3. Pieces that had these ids move to the places
-  that the special pieces left. All other ids stay.
+  The special pieces get the ids 0 to 3. Ordinary pieces that had these ids get the ids
+  that the special pieces left, or new ids at the end. All other pieces keep their ids.
 
   Args:
-    special: the model's ids of pad, EOS, BOS and unknown; -1 if missing; all others
-      differ.
+    special: the model's ids of pad, EOS, BOS and unknown, all different; -1 for each
+      missing id.
     pieces: number of pieces in the model.
 
   Returns:
-    our id of each piece: int64 [pieces].
-    the piece of each of our ids: int64 [pieces + missing special ids]; -1 for a special
-      id that the model lacks.
+    our id of each piece of the model: int64 [pieces].
+    the model's piece for each of our ids: int64 [pieces + missing special ids]; -1 for
+      a special id that the model lacks.
   """
   count = pieces + special.count(-1)
   theirs = np.arange(count)
@@ -122,10 +123,10 @@ def _permutation(
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-  """Loads a tokenizer from a path ending in .model or .json, or by its name in diloco.
+  """Loads a tokenizer file (.model or .json), or a shipped tokenizer by its name.
 
   Raises:
-    ConfigError: there is no such file, or it is not a SentencePiece model.
+    ConfigError: the file is missing, or is not a SentencePiece model or tokenizer.json.
   """
   own = name.endswith((".model", ".json"))
   path = local_path(name, "data.tokenizer") if own else _SHIPPED / f"{name}.model"
@@ -140,17 +141,17 @@ def load_tokenizer(name: str) -> Tokenizer:
   return Tokenizer(path) if own else _shipped(path)
 
 
-# A sweep asks for it once for each run; the files of the package do not change.
+# Loads a shipped file only once, because it never changes, for all runs of a sweep.
 _shipped = functools.cache(Tokenizer)
 
 
 def _load(path: pathlib.Path) -> Any:
-  """Reads a SentencePiece model, or a tokenizer.json with the same methods.
+  """Reads a SentencePiece model, or a tokenizer.json with SentencePiece's methods.
 
   Raises:
-    ConfigError: the file is no such model.
+    ConfigError: the file cannot be read, or is not a model of these two kinds.
   """
-  import sentencepiece  # Most configs need no tokenizer.
+  import sentencepiece  # Imported late: most configs need no tokenizer.
 
   model = sentencepiece.SentencePieceProcessor()
   try:

@@ -1,4 +1,4 @@
-"""Fills in the tokenizer and the vocabulary that a config leaves open. No JAX.
+"""Sets the tokenizer and the vocabulary size if a config has not set them. No JAX.
 
 Reads the manifest of prepared data (`diloco.data.arrays`) or the tokenizer's file.
 """
@@ -14,7 +14,7 @@ from diloco.util.types import Json
 MANIFEST, PLAN, TOKENIZER = "manifest.json", "plan.json", "tokenizer.model"
 VERSION = 1
 _DEFAULT = "sotu_2048"
-# Keys and types that a manifest must have; a list has the type of all its items.
+# Keys and types that a manifest must have. A list here shows the type of all its items.
 _CONTENT = {
   "tokenizer": {"name": str, "sha256": str, "vocab_size": int},
   "dtype": str,
@@ -25,9 +25,12 @@ _CONTENT = {
 
 
 def fill_in(v: Json) -> None:
-  """Sets `data.tokenizer` and `model.vocab_size` in flat fields if they are open.
+  """Sets `data.tokenizer` if it is empty, and `model.vocab_size` if it is 0.
 
   Prepared data use the tokenizer in their folder. Text uses the shipped tokenizer.
+
+  Args:
+    v: a config's fields by name; the function changes this dict.
 
   Raises:
     ConfigError: the prepared data or the tokenizer's file are missing or damaged.
@@ -48,8 +51,8 @@ def fill_in(v: Json) -> None:
 def split_folder(source: str, split: str) -> pathlib.Path:
   """Returns the folder of a split of `arrays:<folder>`.
 
-  That is the folder of this name or, if there is none, the one that was prepared from
-  this split: Dolma's train[:99%] lies in train.
+  The folder has the split's name. If no folder has this name, the function returns the
+  folder whose manifest names the split: Dolma's train[:99%] is in the folder train.
   """
   root = local_path(source.removeprefix("arrays:"), "data.source")
   if not (root / split).is_dir():
@@ -88,7 +91,7 @@ def read_manifest(folder: pathlib.Path) -> Json:
 
 
 def _missing(folder: pathlib.Path) -> str:
-  """Explains why a folder has no manifest, and what to do."""
+  """Explains why a folder has no manifest, and what the user can do."""
   path = folder / MANIFEST
   if (folder.parent / MANIFEST).is_file():
     return (
@@ -106,7 +109,7 @@ def _missing(folder: pathlib.Path) -> str:
 
 
 def _fits(value: Any, content: Any) -> bool:
-  """Returns whether a value read from JSON has the structure of `_CONTENT`."""
+  """Returns whether a value from JSON has the keys and types of `content`."""
   if isinstance(content, dict):
     return isinstance(value, dict) and all(
       key in value and _fits(value[key], kind) for key, kind in content.items()

@@ -15,7 +15,7 @@ class _Lines(io.TextIOBase):
   encoding = sys.stderr.encoding
 
   def write(self, text: str) -> int:
-    text = text.strip()  # Of carriage returns, and of blanks that hide a longer state.
+    text = text.strip()  # Drops carriage returns, and blanks that hide older states.
     return sys.stderr.write(f"{text}\n") if text else 0
 
   def flush(self) -> None:
@@ -23,7 +23,7 @@ class _Lines(io.TextIOBase):
 
 
 def make_bar(**options: Any) -> tqdm.tqdm:
-  """Makes a progress bar on stderr; without a terminal, it prints a line now and then.
+  """Makes a progress bar on stderr; without a terminal, a line every 15 s or more.
 
   Args:
     options: as for tqdm.tqdm, such as total, unit and desc.
@@ -31,6 +31,6 @@ def make_bar(**options: Any) -> tqdm.tqdm:
   if not sys.stderr.isatty():
     return tqdm.tqdm(file=_Lines(), mininterval=15, **options)
   with contextlib.suppress(OSError, ValueError):
-    if not os.get_terminal_size(sys.stderr.fileno()).columns:  # As under some programs.
+    if not os.get_terminal_size(sys.stderr.fileno()).columns:  # Some report 0.
       options["ncols"] = 80
   return tqdm.tqdm(dynamic_ncols="ncols" not in options, mininterval=0.2, **options)

@@ -1,4 +1,4 @@
-"""What every command does with its arguments, mistakes and interruptions. No JAX."""
+"""Handles arguments, mistakes and interruptions for every command. No JAX."""
 
 import argparse
 import difflib
@@ -35,13 +35,13 @@ def guarded(
   *args: Any,
   mistakes: type[Exception] = ValueError,
 ) -> int:
-  """Calls `run(*args)`; its error becomes one sentence and the status of `errors`.
+  """Calls `run(*args)`; an error becomes one sentence and a status (`errors.explain`).
 
-  Ctrl-C becomes one word, exit status 130. If the reader of the output has ended, as in
-  `... | head`, that is no mistake: no word, exit status 141.
+  After Ctrl-C, prints one word; the exit status is 130. If the reader of the output has
+  ended, as in `... | head`, this is no mistake: prints nothing; the exit status is 141.
 
   Args:
-    args: its arguments.
+    args: the arguments of `run`.
     mistakes: an exception that means a mistake of the user. Programs that use JAX pass
       ConfigError, because a ValueError of JAX is a bug and needs its traceback.
 
@@ -56,7 +56,7 @@ def guarded(
     return interrupted()
   except Exception as error:
     if isinstance(error, BrokenPipeError) and _output_is_unread():
-      # Python flushes again at its end; that must not fail, too.
+      # Python flushes stdout again at its end; this flush must not fail.
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
       return UNREAD
     if not (told := errors.explain(error, mistakes)):
@@ -68,21 +68,21 @@ def guarded(
 
 
 def _output_is_unread() -> bool:
-  """Whether stdout is a pipe whose reader has ended."""
+  """Returns whether stdout is a pipe whose reader has ended."""
   poll = select.poll()
   try:
     poll.register(sys.stdout.fileno(), 0)
-  except io.UnsupportedOperation:  # A notebook's output.
+  except io.UnsupportedOperation:  # A notebook's stdout is no file.
     return False
   return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def interrupted() -> int:
-  """Returns INTERRUPTED; after a KeyboardInterrupt, call it just before the exit.
+  """Returns INTERRUPTED; after a KeyboardInterrupt, call this just before the exit.
 
-  A KeyboardInterrupt may come while `exec` runs a string, as dataclasses do.
-  Then CPython notes that it will end by SIGINT, even if the program handles the
-  exception and exits with another status. The next `exec` makes it forget that.
+  A KeyboardInterrupt may come while `exec` runs a string, as in dataclasses. Then
+  CPython decides to end by SIGINT, even if the program handles the exception and exits
+  with another status. The next `exec` cancels this decision.
   """
   exec("")
   return INTERRUPTED
@@ -91,7 +91,7 @@ def interrupted() -> int:
 class Parser(argparse.ArgumentParser):
   """A parser of flags that answers a mistake in one sentence, with exit status 2.
 
-  Its help shows the description, often the docstring of a module, line by line.
+  The help shows the line breaks of the description, which is often a docstring.
   """
 
   def __init__(self, **options: Any):
@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
     self.exit(2, f"error: {message}{self._meant(message)} (see --help)\n")
 
   def _meant(self, message: str) -> str:
-    """Names what may be meant by a wrong choice, or else by the first unknown flag."""
+    """Suggests a name for a wrong choice, or else for the first unknown flag."""
     if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
       return meant(choice[1], re.findall(r"[\w.:-]+", choice[2]))
     if not re.search(r"unrecognized|required", message):
@@ -116,13 +116,13 @@ class Parser(argparse.ArgumentParser):
     return next((meant(flag, flags) for flag in given if flag not in flags), "")
 
   def _parsers(self) -> list[argparse.ArgumentParser]:
-    """Lists this parser and those of its commands."""
+    """Lists this parser and the parsers of its commands."""
     choices = [a.choices for a in self._actions if isinstance(a.choices, dict)]
     found = [x for values in choices for x in values.values()]
     return [self, *(x for x in found if isinstance(x, argparse.ArgumentParser))]
 
 
-# {what people type, in small letters: names here, or the ends of names}.
+# {a word that people may type, in lower case: our names or the ends of our names}.
 _TYPED = {
   **{"h": "sync_every", "m": "replicas", "t": "train.steps", "lr": "learning_rate"},
   **{"inner_lr": "inner.learning_rate", "outer_lr": "outer.learning_rate"},
@@ -139,10 +139,13 @@ _TYPED = {
 def meant(word: str, known: Iterable[str]) -> str:
   """Returns " (did you mean NAME?)" if known names are like the word, else "".
 
-  Names are tried in this order: the plural or singular of the word; names below the
-  word, as train.steps for train; names of its group, then of any group, whose last
-  part is the word's or what the word usually means; names that contain the word, as
-  num_heads does heads; names that are spelled almost like the word, or end so.
+  The order of the attempts:
+  - the plural or singular of the word;
+  - names in the group of this name, such as train.steps for train;
+  - names that end with the word's last part or its usual meaning (`_TYPED`), first
+    those in the word's group;
+  - names that contain the word, such as num_heads for heads;
+  - names with almost the same spelling, or whose last part has almost the same.
   """
   plain = {name: name.lstrip("-").removeprefix("config.") for name in known}
   word = word.lstrip("-").removeprefix("config.")
@@ -183,7 +186,7 @@ def in_range(least: float, most: float = math.inf) -> Callable[[str], float]:
 
 
 def as_path(text: str) -> pathlib.Path:
-  """The type of an option that is a path."""
+  """Converts the text of an option to a path."""
   try:
     return local_path(text, "it")
   except ConfigError as error:
@@ -191,7 +194,7 @@ def as_path(text: str) -> pathlib.Path:
 
 
 def as_place(text: str) -> pathlib.Path | str:
-  """The type of an option that is a path, or an address such as s3://BUCKET/RUN."""
+  """Converts the text of an option to a path; keeps an address (s3://BUCKET/RUN)."""
   return text if is_address(text) else as_path(text)
 
 
@@ -207,10 +210,10 @@ def model_parser(command: str, description: str | None) -> Parser:
 def load_module(path: str, function: str, example: str) -> types.SimpleNamespace:
   """Runs a Python file and returns its globals, which include the function.
 
-  The file may import modules that lie beside it.
+  The file may import modules of its folder.
 
   Args:
-    path: a file, or what else `shipped.find` finds.
+    path: a file, or another text that `shipped.find` accepts.
 
   Raises:
     ConfigError: the file or the function does not exist, or the file has an error.
@@ -239,7 +242,7 @@ def optional(module: str, needs: str, extra: str) -> Any:
   """Imports a module of a package that only some users install.
 
   Args:
-    module: its name, such as safetensors.numpy.
+    module: the module's name, such as safetensors.numpy.
     needs: the beginning of the error, such as "exports need".
     extra: the extra of pyproject.toml that has the package.
 
@@ -260,8 +263,8 @@ def check_picture(path: pathlib.Path, example: str) -> None:
   """Checks that --out names a picture, and makes the picture's folder.
 
   Raises:
-    ConfigError: matplotlib writes no such kind of picture, or the path is a folder, or
-      nothing can be written beside it.
+    ConfigError: matplotlib cannot write this kind of picture, or the path is a folder,
+      or nothing can be written in the folder of the path.
   """
   from matplotlib.figure import Figure
 
@@ -275,7 +278,7 @@ def make_parent(path: pathlib.Path, flag: str, wanted: str = "a file") -> None:
   """Makes the folder of the file that a flag names.
 
   Raises:
-    ConfigError: the path is a folder, or nothing can be written beside it.
+    ConfigError: the path is a folder, or nothing can be written in the path's folder.
   """
   if path.is_dir():
     raise ConfigError(f"{flag} is {str(path)!r}, a folder; give {wanted}.")
@@ -288,7 +291,7 @@ def make_folder(
   """Makes the folder that a flag names, unless it exists.
 
   Args:
-    later: only look whether it can be made.
+    later: whether to make nothing now, and only check that the folder can be made.
 
   Raises:
     ConfigError: nothing can be written in the folder.
@@ -318,10 +321,10 @@ def parse_count(text: str, name: str = "size") -> float:
   """Parses a number of parameters or tokens, such as 35M, 2.4B or 4e9.
 
   Args:
-    name: what the user gave, such as --params.
+    name: the flag or argument with the text, such as --params.
 
   Raises:
-    ConfigError: the text is not a number from 1 on.
+    ConfigError: the text is not a number from 1 to 1e30.
   """
   exponent = {"M": "e6", "B": "e9"}.get(text[-1:], text[-1:])
   try:
@@ -334,7 +337,7 @@ def parse_count(text: str, name: str = "size") -> float:
 
 
 def prefixed(value: float) -> str:
-  """Formats a number with three digits and a decimal prefix."""
+  """Formats a number with three digits and a decimal prefix, such as 2.4G."""
   for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
     if value >= 0.9995 * size:
       return f"{value / size:.3g}{suffix}"
@@ -388,13 +391,13 @@ def _option(name: str, kind: Kind) -> str:
 
 def one_line(error: Exception) -> str:
   """Returns the message of an error in one line."""
-  # ml_collections' error about a name has another error as its text.
+  # If a field is unknown, ml_collections raises an error that contains another error.
   cause = error.args[0] if isinstance(error, AttributeError) and error.args else error
   return " ".join(str(cause.args[0] if isinstance(cause, KeyError) else cause).split())
 
 
 def located(error: Exception, path: str) -> str:
-  """Formats an error in one line; adds the line of `path`, except for ValueErrors."""
+  """Formats an error in one line; adds the line in `path` unless it is a ValueError."""
   message = one_line(error)
   if isinstance(error, ValueError):  # ValueErrors of config files are full sentences.
     return message

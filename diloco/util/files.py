@@ -1,4 +1,4 @@
-"""Files that several processes use. No JAX."""
+"""Reads, writes, locks and names files that several processes use. No JAX."""
 
 import contextlib
 import errno
@@ -16,31 +16,31 @@ from typing import IO, Any, BinaryIO
 from diloco.errors import ConfigError
 from diloco.util.types import Json
 
-# Where this process has its copies of folders in buckets (`remote.local_copy`).
+# Folder for this process's copies of folders in buckets (`remote.local_copy`).
 COPIES = pathlib.Path(tempfile.gettempdir()) / f"diloco-{secrets.token_hex(6)}"
-_LONGEST = 255  # Bytes of a name.
-# Some file systems know no locks, for example Lustre without the mount option flock.
+_LONGEST = 255  # The most bytes that a file's name can have.
+# Errors of file systems without locks, such as Lustre without the mount option flock.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 def shown(text: object) -> str:
-  """Returns a text or a path for the user: with addresses instead of their copies."""
+  """Returns a text for the user: the path of a local copy becomes its address."""
   return re.sub(rf"{re.escape(str(COPIES))}/(\w+)/", r"\1://", str(text))
 
 
 def is_address(place: str | os.PathLike) -> bool:
-  """Whether a place is an address such as s3://BUCKET/RUN, and no path."""
+  """Returns whether a place is an address such as s3://BUCKET/RUN, and not a path."""
   return "://" in os.fspath(place)
 
 
 def local_path(text: str | os.PathLike, name: str) -> pathlib.Path:
-  """Returns a path that a user gave; every such path passes here. Expands `~`.
+  """Checks a path that a user gave, and expands `~`; every user's path passes here.
 
   Args:
     name: the flag or field with the path, for error messages.
 
   Raises:
-    ConfigError: the path is empty, or can be none of this machine.
+    ConfigError: the path is empty, or cannot exist on this machine.
   """
   text = os.fspath(text)
   path, reason = os.path.expanduser(text), ""
@@ -60,11 +60,11 @@ def local_path(text: str | os.PathLike, name: str) -> pathlib.Path:
 
 
 def folders_with(name: str, folder: pathlib.Path) -> str:
-  """Returns " (did you mean A or B?)" if folders in or around a folder have a file.
+  """Returns " (did you mean A or B?)" if folders in or above a folder have `name`.
 
   Args:
-    name: of the file or folder that is looked for.
-    folder: what the user gave; it lacks `name`.
+    name: name of the file or folder to look for.
+    folder: the folder that the user gave; it lacks `name`.
   """
   around = [p for p in folder.absolute().parents[:2] if (p / name).exists()]
   inside = (sorted(folder.glob(f"{'*/' * depth}{name}")) for depth in (1, 2))
@@ -73,7 +73,7 @@ def folders_with(name: str, folder: pathlib.Path) -> str:
 
 
 def try_lock(file: IO) -> bool:
-  """Locks an open file until all its descriptors close; False if another has it.
+  """Locks an open file until all its descriptors close; False if it is locked already.
 
   The system releases the lock when the process ends, even if the process is killed. On
   NFS the lock holds for all machines. On a file system without locks, every process
@@ -90,23 +90,23 @@ def try_lock(file: IO) -> bool:
 
 
 def holder() -> str:
-  """Names this process, for a lock file: a line for people, a line for `has_ended`."""
+  """Names this process for a lock file: one line for people, one for `has_ended`."""
   return f"process {os.getpid()} on {socket.gethostname()}\n{_processes()}\n"
 
 
 def has_ended(holder: str) -> bool:
-  """Whether `holder` names a process that has ended, as far as this machine knows.
+  """Returns whether `holder` names a process that is known to have ended.
 
-  A process of another boot or container, which may have the same host name, is not
-  known here.
+  Nothing is known about a process of another boot, machine or container, which may have
+  the same host name.
   """
   known = re.fullmatch(rf"process (\d+) on .*\n{re.escape(_processes())}\n", holder)
   return bool(known and not pathlib.Path(f"/proc/{known[1]}").exists())
 
 
 def _processes() -> str:
-  """Identifies the processes whose numbers this process knows: a boot, a namespace."""
-  with contextlib.suppress(OSError):  # Not on Linux.
+  """Identifies boot and namespace, in which process numbers are unique."""
+  with contextlib.suppress(OSError):  # Only Linux has these files.
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"boot {boot}, {os.readlink('/proc/self/ns/pid')}"
   return f"unknown to {os.getpid()}"
@@ -116,7 +116,8 @@ def _processes() -> str:
 def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
   """Opens a temporary file, which becomes `path` when it is complete and on disk.
 
-  A pipe or a device such as /dev/stdout is written directly: root would replace it.
+  A pipe or a device such as /dev/stdout is written directly; otherwise root would
+  replace it by a file.
   """
   if path.exists() and not path.is_file():
     with path.open("wb") as file:
@@ -132,12 +133,12 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
   except BaseException as error:
     unfinished.unlink(missing_ok=True)
     if isinstance(error, OSError) and error.errno and not error.filename:
-      error.filename = str(path)  # A failed write names no file.
+      error.filename = str(path)  # A write error has no file name.
     raise
 
 
 def cut_half_line(path: pathlib.Path) -> None:
-  """Removes the end of the last line that a kill has cut short, if there is one."""
+  """Removes an incomplete last line, which a killed process may have left."""
   with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
     file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -151,7 +152,7 @@ def read_json(path: pathlib.Path) -> Json | None:
 
 
 def require_json(path: pathlib.Path, field: str) -> Json:
-  """Reads a JSON file in a folder that a field or a flag names.
+  """Reads a JSON file in a folder that a field or a flag gives.
 
   Raises:
     ConfigError: the file is absent, holds no JSON object, or cannot be read.
@@ -170,12 +171,12 @@ def require_json(path: pathlib.Path, field: str) -> Json:
 
 
 def write(path: pathlib.Path, content: bytes | str) -> None:
-  """Writes a file; if killed meanwhile, leaves the old file or none."""
+  """Writes a file; if the process is killed meanwhile, the old file (if any) stays."""
   with replacing(path) as file:
     file.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-  """Writes a JSON file as `write`, and makes its folder."""
+  """Writes a JSON file like `write`, and makes its folder."""
   path.parent.mkdir(parents=True, exist_ok=True)
   write(path, json.dumps(value, indent=2) + "\n")

@@ -1,8 +1,9 @@
 """Shortens the errors of Orbax from a page to a few words.
 
-Orbax and TensorStore log an error in each thread that meets it, raise it as any type of
-exception, with the options of all files in its message, and leave coroutines behind,
-about which Python complains. Callers of Orbax use this file to report the reason once.
+Orbax and TensorStore log an error in each thread that meets the error. They raise
+exceptions of many types, whose messages include TensorStore's options. They also leave
+unawaited coroutines behind, about which Python warns. Callers of Orbax use this file to
+report the reason once.
 """
 
 import functools
@@ -18,10 +19,10 @@ from diloco.errors import of_system
 
 @functools.cache  # Once per process.
 def hush() -> None:
-  """Drops what Orbax logs, and what it leaves behind after an error."""
+  """Drops the logs of Orbax, and the warnings about it that follow an error."""
   logging.getLogger("absl").addFilter(lambda record: not of_orbax(record.pathname))
-  # Orbax raises the first error and closes the loop; asyncio logs the other errors, and
-  # the writes that had not ended.
+  # Orbax raises the first error and closes the event loop. Then asyncio logs the other
+  # errors, and the writes that are unfinished.
   logging.getLogger("asyncio").addFilter(lambda record: not _another_error(record))
   warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
   hook = sys.unraisablehook
@@ -29,12 +30,12 @@ def hush() -> None:
 
 
 def of_orbax(text: str) -> bool:
-  """Whether a text names a source file of Orbax."""
+  """Returns whether a text names a source file of Orbax."""
   return f"{os.sep}orbax{os.sep}checkpoint{os.sep}" in text
 
 
 def reason_of(error: Exception) -> str:
-  """Returns why a call of Orbax failed, in one line."""
+  """Returns the reason why a call of Orbax failed, in one line."""
   system = of_system(error)
   if system and system.strerror:
     where = f": {system.filename}" if system.filename else ""
@@ -42,8 +43,8 @@ def reason_of(error: Exception) -> str:
   while isinstance(error.__cause__, Exception):
     error = error.__cause__
   text = str(error).partition("\n")[0]
-  # Drops the options at the end of TensorStore's message, and the text before the last
-  # file: that file is the most precise place of the error.
+  # Drops the options at the end of TensorStore's message, and the text before the name
+  # of the last file, which is the most precise place of the error.
   text = text.partition(" [tensorstore_spec")[0]
   text = text[max(text.rfind("local file "), 0) :]
   plain = text and type(error) in (ValueError, OSError)
@@ -51,18 +52,19 @@ def reason_of(error: Exception) -> str:
 
 
 def _another_error(record: logging.LogRecord) -> bool:
-  """Whether asyncio reports another error of Orbax, or a write that did not end."""
+  """Returns whether asyncio logs a later error of Orbax, or an unfinished write."""
   trace = traceback.format_exception(*record.exc_info) if record.exc_info else []
   text = "".join([record.getMessage(), *trace])
-  of_tensorstore = " in OCDBT database " in text  # The format of the files; no frames.
+  # A log of TensorStore has no stack frames, but names the files' format, OCDBT.
+  of_tensorstore = " in OCDBT database " in text
   return of_orbax(text) or of_tensorstore
 
 
 def _left_behind(ignored: Any) -> bool:
-  """Whether Python ignored an exception of a call that had failed before.
+  """Returns whether Python ignored an exception that only follows an earlier failure.
 
-  It comes from a coroutine, or from `__del__` of an object that an interrupt left half
-  made.
+  The exception comes from a coroutine, or from `__del__` of an object that is not
+  complete because of an interrupt.
   """
   found = ignored.object
   code = getattr(found, "cr_code", None) or getattr(found, "__code__", None)

@@ -1,7 +1,7 @@
-"""One colour per algorithm and one style, in every picture of the project. No JAX.
+"""The style of every picture, with one colour per algorithm. No JAX.
 
-A figure shows the algorithm by its colour. Replicas M, parameters N and inner steps H
-have shades of that colour (`shades`), markers or line styles.
+A figure shows the algorithm by its colour. Shades of the colour (`shades`), markers or
+line styles show replicas M, parameters N and inner steps H.
 """
 
 import pathlib
@@ -20,14 +20,14 @@ COLORS = {
   "diloco": "#de8f05",  # orange
   "streaming": "#029e73",  # green
 }
-# Colours of anything but algorithms, such as parts of a step; visible on white paper.
+# Colours for everything but algorithms, such as parts of a step; visible on white.
 OTHERS = ("#cc78bc", "#ca9161", "#949494", "#d55e00", "#591e71", "#56b4e9", "#7f7a00")
 
-# The lines of one algorithm, the darkest first.
+# Line styles for the lines of one algorithm; the darkest line has the first style.
 DASHES = ("-", "--", "-.", ":", (0, (1, 3)))
 # Widths in inches of a figure with one panel, and of a figure across a page.
 COLUMN, PAGE = 4.0, 7.0
-# The settings of every picture, for `matplotlib.style`.
+# File with the settings of every picture, for `matplotlib.style`.
 STYLE = pathlib.Path(__file__).with_name("paper.mplstyle")
 
 
@@ -36,7 +36,8 @@ def save(draw: Callable[[], "Figure"], path: pathlib.Path, *suffixes: str) -> li
 
   Args:
     draw: returns a figure of matplotlib.
-    path: the file. With suffixes such as .png, there is a file for each of them.
+    path: the file.
+    suffixes: such as .png; if given, saves `path` with each suffix instead of its own.
   """
   import matplotlib.style  # Slow to import.
 
@@ -44,7 +45,7 @@ def save(draw: Callable[[], "Figure"], path: pathlib.Path, *suffixes: str) -> li
   with matplotlib.style.context(STYLE):
     figure = draw()
     for path in paths:
-      with files.replacing(path) as file:  # A reader never sees a part of the picture.
+      with files.replacing(path) as file:  # Readers never see an incomplete file.
         figure.savefig(file, format=path.suffix.removeprefix("."))
   return [str(path) for path in paths]
 
@@ -55,10 +56,10 @@ def panels(
   """Makes a titled figure of matplotlib with panels side by side.
 
   Args:
-    title: of the figure. A figure with one panel has it over the axes.
+    title: title of the figure. With one panel, the title stands above the axes.
     names: the title of each panel, or "".
-    height: in inches.
-    options: of `Figure.subplots`, such as sharey.
+    height: height in inches.
+    options: options of `Figure.subplots`, such as sharey.
   """
   from matplotlib.figure import Figure
 
@@ -76,15 +77,15 @@ def legend(figure: "Figure", note: str = "") -> "Figure":
   """Puts one legend below the panels, which all have the same curves; returns `figure`.
 
   Args:
-    figure: of matplotlib.
-    note: such as what error bars are; above the legend.
+    figure: a figure of matplotlib.
+    note: a text above the legend, for example about the error bars.
   """
   handles, labels = figure.axes[0].get_legend_handles_labels()
   order = sorted(range(len(labels)), key=lambda i: -_height(handles[i]))
   if not labels:
     figure.supxlabel(note, fontsize="small")
     return figure
-  # 16 letters to an inch; a line, its mark and the gap take the space of 7.
+  # An inch has space for 16 letters. A label's line, marker and gap take 7 letters.
   most = int(16 * figure.get_figwidth() / (max(map(len, labels)) + 7))
   rows = -(-len(labels) // max(most, 1))
   figure.legend(
@@ -98,7 +99,7 @@ def legend(figure: "Figure", note: str = "") -> "Figure":
 
 
 def _height(handle: Any) -> float:
-  """Returns the mean y of a curve; curves without points are below all others."""
+  """Returns the mean y of a curve; -infinity for a curve without points."""
   import numpy as np  # Slow to import.
 
   line = handle[0] if isinstance(handle, tuple) else handle  # A curve with error bars.
@@ -115,7 +116,7 @@ def shades(color: str, count: int) -> list[str]:
   rgb = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
   mixed_colors = []
   for i in range(count):
-    # From 0.2 of white, as paler lines do not print, to 0.65 of black.
+    # Shades go from 20% white (paler lines do not print) to 65% black.
     share = 0.85 * i / (count - 1) - 0.2 if count > 1 else 0.0
     end = 0 if share > 0 else 255
     mixed = (round(c + (end - c) * abs(share)) for c in rgb)
@@ -124,7 +125,7 @@ def shades(color: str, count: int) -> list[str]:
 
 
 def looks(methods: Mapping[str, str]) -> list[dict[str, Any]]:
-  """Returns matplotlib's style of a line for each label.
+  """Returns the matplotlib options of the line of each label.
 
   Args:
     methods: {label: method}. Lines of one method have shades of its color and different
@@ -133,7 +134,8 @@ def looks(methods: Mapping[str, str]) -> list[dict[str, Any]]:
   styles: list[dict[str, Any]] = []
   for label, method in methods.items():
     same = [other for other, m in methods.items() if m == method]
-    color = COLORS.get(method, COLORS["streaming"])  # `overlapped` is Streaming.
+    # The simulator's method `overlapped` stands for Streaming DiLoCo.
+    color = COLORS.get(method, COLORS["streaming"])
     i = same.index(label)
     styles.append(
       {

@@ -1,7 +1,7 @@
 """Lets commands read a run in a bucket: copies its small files. No JAX.
 
-A command that is given s3://BUCKET/RUN works in a temporary folder of this machine,
-whose path ends in s3/BUCKET/RUN. Checkpoints are not copied (`checkpoint/bucket.py`).
+A command with the argument s3://BUCKET/RUN works in a temporary folder of this machine,
+whose path ends in s3/BUCKET/RUN. `checkpoint/bucket.py` handles checkpoints.
 """
 
 import atexit
@@ -15,8 +15,8 @@ from diloco.errors import ConfigError
 from diloco.util import files
 from diloco.util.storage import Bucket, open_storage
 
-LOCK = ".lock"  # Names the process that writes to the folder, as in a local folder.
-REQUESTS = 16  # At once.
+LOCK = ".lock"  # This file names the process that writes to the folder.
+REQUESTS = 16  # The most requests at the same time.
 # Folders of a run that are not copied: they are large.
 _LARGE = {"checkpoints", "unreadable"}
 
@@ -24,7 +24,7 @@ _LARGE = {"checkpoints", "unreadable"}
 def local_copy(
   place: str | os.PathLike, flag: str, writes: bool = False
 ) -> pathlib.Path:
-  """Returns a path as it is; of an address, the folder with copies of its small files.
+  """Returns a path unchanged; for an address, a folder with copies of its small files.
 
   Args:
     place: a path of this machine, or an address.
@@ -33,7 +33,7 @@ def local_copy(
 
   Raises:
     ConfigError: see `files.local_path` and `storage.open_storage`.
-    OSError: the network fails, perhaps not for long.
+    OSError: the network fails, perhaps only for a short time.
   """
   if not files.is_address(place):
     return files.local_path(place, flag)
@@ -48,7 +48,7 @@ def local_copy(
   assert isinstance(storage, Bucket)
   if not files.COPIES.is_dir():
     atexit.register(shutil.rmtree, files.COPIES, ignore_errors=True)
-  shutil.rmtree(folder, ignore_errors=True)  # What the bucket has counts.
+  shutil.rmtree(folder, ignore_errors=True)  # Removes an older copy.
   folder.mkdir(parents=True)
   found = {
     name: changed
@@ -69,12 +69,12 @@ def local_copy(
 
 
 def address_of(path: pathlib.Path) -> str:
-  """Returns the address whose copy a path is; "" if it is no copy."""
+  """Returns the address that a path is a copy of; "" if the path is not a copy."""
   return files.shown(path) if path.is_relative_to(files.COPIES) else ""
 
 
 def bucket_of(folder: pathlib.Path) -> Bucket | None:
-  """Opens the bucket whose copy a folder is; None if it is no copy."""
+  """Opens the bucket that a folder is a copy of; None if the folder is not a copy."""
   if not (address := address_of(folder)):
     return None
   storage = open_storage(address, "--workdir", writes=False)
@@ -83,23 +83,23 @@ def bucket_of(folder: pathlib.Path) -> Bucket | None:
 
 
 def put_back(path: pathlib.Path) -> None:
-  """Copies a file to the bucket, if its folder is a copy of one."""
+  """Copies a file to the bucket, if the file's folder is the copy of a bucket."""
   if bucket := bucket_of(path.parent):
     bucket.put(path.name, path.read_bytes())
 
 
 class Mirror:
-  """Copies what changes in a local copy to its bucket, as long as no other run does."""
+  """Copies changes in a local copy to its bucket, until another run uses the bucket."""
 
   def __init__(self, folder: pathlib.Path, bucket: Bucket):
-    """Takes the folder over: a process that wrote to it before fails from now on."""
+    """Takes over the bucket's folder; `push` of earlier processes fails from now on."""
     self._folder, self._bucket = folder, bucket
     self._holder = f"{files.holder()}{secrets.token_hex(8)}\n".encode()
     self._known = self._state()
     bucket.put(LOCK, self._holder)
 
   def push(self) -> None:
-    """Makes the small files of the bucket those of the folder.
+    """Makes the small files in the bucket equal to the files in the folder.
 
     Raises:
       ConfigError: another run has taken the bucket's folder over.
@@ -121,7 +121,7 @@ class Mirror:
     self._known = now
 
   def _state(self) -> dict[str, tuple[int, int]]:
-    """Returns {name: time of the last change, size} of all files but hidden ones."""
+    """Returns {name: (last change in ns, size in bytes)}, without hidden files."""
     paths = (p for p in self._folder.rglob("*") if p.is_file() and p.name[0] != ".")
     stats = {p.relative_to(self._folder).as_posix(): p.stat() for p in paths}
     return {name: (s.st_mtime_ns, s.st_size) for name, s in stats.items()}

@@ -1,8 +1,9 @@
-"""Files in a folder or in a bucket, by one set of methods. No JAX.
+"""Reads and writes files in a folder or a bucket, by the same methods. No JAX.
 
-A folder is a disk, or a file system of several machines. A bucket is s3://, gs://,
-az:// and what else `obstore` knows: this one package without dependencies speaks to all
-clouds, and creates a file only if it is absent. A file is written by one request.
+A folder is on a disk, or on a file system of several machines. A bucket has an address
+with s3://, gs://, az:// or another scheme of the package `obstore`. `obstore` has no
+dependencies, works with all clouds, and can create a file only if the file is absent.
+It writes each file by one request.
 """
 
 import abc
@@ -19,15 +20,15 @@ from diloco.errors import ConfigError
 from diloco.util.command import make_folder, optional
 from diloco.util.files import is_address, local_path
 
-_STALE_S = 3600.0  # An unfinished file that is so old is of a process that was killed.
-# Errors of a folder that only a person can mend.
+_STALE_S = 3600.0  # Seconds. An older unfinished file is from a killed process.
+# Errors of a folder that only a person can correct.
 _LASTING = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
-# What file systems without hard links answer.
+# Errors of file systems without hard links.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 _TRIES = {"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)}
-# A cloud's own machines ask this server for credentials, if nothing else gives them.
+# Machines of a cloud ask this server for credentials, if there are no others.
 _METADATA = "169.254.169.254"
-# A large file may take long on a slow link; a machine that is gone should not.
+# A large file may take long on a slow link; the error about a lost server must be fast.
 _CLIENT = {"timeout": "30m", "connect_timeout": "10s", "allow_http": True}
 
 
@@ -35,41 +36,42 @@ class Storage(abc.ABC):
   """Files by name, such as `sites/0`.
 
   All methods raise OSError if the disk, the network or the server fails; the caller may
-  repeat any of them.
+  then repeat the call.
 
   Attributes:
-    poll_s: seconds between two looks for news.
+    poll_s: seconds between two checks for new files.
   """
 
   poll_s: float
 
   @abc.abstractmethod
   def get(self, name: str) -> bytes | None:
-    """Returns the bytes of a file; None if it is not there."""
+    """Returns the bytes of a file; None if the file does not exist."""
 
   @abc.abstractmethod
   def put(self, name: str, data: bytes) -> None:
-    """Writes a file, or replaces one, in one piece."""
+    """Writes or replaces a file; readers never see a part of the file."""
 
   def create(self, name: str, data: bytes) -> bool:
-    """Writes a file in one piece; returns False if other bytes are there already.
+    """Creates a file; returns False if the file exists with other bytes.
 
-    The answer to a request that worked may be lost, and the request be repeated. So a
-    file with the same bytes counts as written by this call.
+    The answer to a successful request may be lost, and the request may be repeated. So
+    a file with the same bytes counts as written by this call. Readers never see a part
+    of the file.
     """
     return self._create(name, data) or self.get(name) == data
 
   @abc.abstractmethod
   def _create(self, name: str, data: bytes) -> bool:
-    """Writes a file; returns False if it is there already."""
+    """Creates a file; returns False if the file exists."""
 
   @abc.abstractmethod
   def delete(self, name: str) -> None:
-    """Deletes a file, if it is there."""
+    """Deletes a file, if it exists."""
 
   @abc.abstractmethod
   def names(self, folder: str) -> list[str]:
-    """Lists the names of a folder's files, perhaps late and not all of them."""
+    """Lists the names of a folder's files; the list may be old or incomplete."""
 
 
 class Folder(Storage):
@@ -93,7 +95,7 @@ class Folder(Storage):
   def _create(self, name: str, data: bytes) -> bool:
     with self._unfinished(name, data) as path:
       try:
-        # Unlike a rename, a link replaces nothing; and the file is complete at once.
+        # Unlike a rename, a link replaces no file. The new file is complete at once.
         (self._root / name).hardlink_to(path)
       except FileExistsError:
         return False
@@ -109,9 +111,9 @@ class Folder(Storage):
       return []
 
   def clear(self) -> None:
-    """Deletes what killed processes have left unfinished."""
+    """Deletes the unfinished files of killed processes."""
     with self._unfinished("now", b"") as path:
-      now = path.stat().st_mtime  # By the clock of the file system.
+      now = path.stat().st_mtime  # The clock of the file system.
       for other in self._root.rglob("*.tmp"):
         with contextlib.suppress(OSError):
           if now - other.stat().st_mtime > _STALE_S:
@@ -119,7 +121,7 @@ class Folder(Storage):
 
   @contextlib.contextmanager
   def _unfinished(self, name: str, data: bytes) -> Iterator[pathlib.Path]:
-    """Writes a file that nobody reads, with a name that nobody else has."""
+    """Writes a temporary file with a unique name; deletes it in the end."""
     path = self._root / f"{name}.{secrets.token_hex(4)}.tmp"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -133,7 +135,7 @@ class Folder(Storage):
 
 
 class Bucket(Storage):
-  """A bucket, or a folder in a bucket; ConfigError: there are no credentials for it."""
+  """A bucket, or a folder in it; without credentials, its methods raise ConfigError."""
 
   poll_s = 1.0
 
@@ -170,13 +172,13 @@ class Bucket(Storage):
     return [name.removeprefix(f"{folder}/") for name in self.listed(folder)]
 
   def listed(self, folder: str = "") -> dict[str, float]:
-    """Returns {name: time of writing, seconds since 1970} of files at any depth."""
+    """Returns {name: time of writing, in seconds since 1970} of files at any depth."""
     with self._request():
       pages = self._obstore.list(self._store, folder)
       return {x["path"]: x["last_modified"].timestamp() for page in pages for x in page}
 
   def children(self, folder: str) -> tuple[list[str], list[str]]:
-    """Returns the names of a folder's files, and of the folders in it."""
+    """Returns the names of a folder's files, and the names of its subfolders."""
     with self._request():
       found = self._obstore.list_with_delimiter(self._store, folder)
     paths = [x["path"] for x in found["objects"]], found["common_prefixes"]
@@ -190,7 +192,7 @@ class Bucket(Storage):
 
   @contextlib.contextmanager
   def _request(self) -> Iterator[None]:
-    """Turns the errors of obstore, which take many lines, into those of a disk."""
+    """Turns the errors of obstore, which have many lines, into an OSError."""
     exceptions = self._obstore.exceptions
     refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
     try:
@@ -204,7 +206,7 @@ class Bucket(Storage):
           "this machine has no credentials for the bucket; give them as other programs"
           " take them, such as in GOOGLE_APPLICATION_CREDENTIALS or AWS_ACCESS_KEY_ID."
         ) from error
-      # Not EIO, which a damaged file may be, too.
+      # Not EIO, because EIO may also mean a damaged file.
       number = errno.EACCES if isinstance(error, refused) else errno.ECONNABORTED
       raise OSError(number, _short(error)) from error
 
@@ -219,12 +221,12 @@ def open_storage(address: str, flag: str, writes: bool = True) -> Storage:
   Args:
     address: a path of this machine, or an address such as s3://BUCKET/NAME.
     flag: the flag or field with the address, for messages.
-    writes: whether files will be written; then a folder is made if it does not exist.
+    writes: whether files will be written; if true, makes a folder that does not exist.
 
   Raises:
-    ConfigError: the package obstore is not installed, or there is nothing to read;
+    ConfigError: the package obstore is not installed; the folder does not exist;
       nothing can be written; or two processes could create the same file.
-    OSError: the file system or the network fails, perhaps not for long.
+    OSError: the file system or the network fails, perhaps only for a short time.
   """
   is_bucket = is_address(address)
   if is_bucket:

@@ -1,13 +1,14 @@
-"""Rounds values to codes of small formats, packs codes into bytes, and inverts both.
+"""Rounds values to codes of small formats and packs codes into bytes, and the inverse.
 
 Values: encoding computes with the integer bits of float32, and decoding is exact. So
-every backend gives the same result, also those that flush subnormal floats to zero.
+all backends give the same result, even backends that flush subnormal floats to zero.
 
-Bytes: n codes of b bits take exactly ceil(n b / 8). Codes are packed in groups: g codes
-fill s whole bytes. Code i of every group comes from the i-th of g equal slices (planes)
-of the codes; byte j of every group goes to the j-th of s equal slices of the bytes. So
-all operations are elementwise on long slices. CPUs vectorise these, and TPUs need no
-padding: they would pad an axis of two neighbouring codes to 128.
+Bytes: n codes of b bits take exactly ceil(n b / 8) bytes. Codes are packed in groups:
+the g codes of a group fill s whole bytes. The array of codes has g equal slices, the
+planes: plane i holds code i of every group. The array of bytes has s equal slices:
+slice j holds byte j of every group. So all operations are elementwise on long slices,
+which CPUs vectorise. TPUs would pad a last axis of g codes to 128; long slices need no
+padding.
 """
 
 import functools
@@ -29,9 +30,9 @@ NAN_SCALE = 255
 def largest_magnitude(x: jax.Array) -> jax.Array:
   """Returns the largest |x| along the last axis; NaN or infinity if x has one.
 
-  Compares magnitudes by their bits, which have the same order; infinity and NaN are
-  largest. A maximum of floats would lose NaNs: on CPU, XLA drops them in arrays of
-  more than a few thousand values (jax 0.10.2).
+  Compares the bits of magnitudes, which have the same order as the magnitudes; infinity
+  and NaN are largest. A maximum of floats would lose NaNs: XLA for CPU drops NaNs in
+  arrays of more than a few thousand values (jax 0.10.2).
 
   Args:
     x: float32 (..., n).
@@ -56,8 +57,8 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
 def scale_exponents(fmt: Format, amax: jax.Array) -> jax.Array:
   """Returns the shared exponent k of each block, from its largest magnitude.
 
-  k is the smallest for which amax / 2^k rounds to a value of the format without
-  saturating, and so large that no decoded value is a subnormal float32.
+  k is the smallest exponent that meets two conditions: amax / 2^k rounds to a value of
+  the format without saturation, and no decoded value is a subnormal float32.
 
   Args:
     amax: float32, non-negative and finite.
@@ -66,13 +67,14 @@ def scale_exponents(fmt: Format, amax: jax.Array) -> jax.Array:
     int32, like amax.
   """
   top_exponent = (fmt.max_code >> fmt.mantissa_bits) - fmt.bias
-  # The middle between the largest value and the next one, if the format had one. Ties
-  # go to the even code: a tie stays in range only if the largest code is even.
+  # The limit is the middle between the largest value and the next value, if the format
+  # had a next value. A tie goes to the even code, so the limit itself stays in range
+  # only if the largest code is even.
   limit = fmt.max_value + 2.0 ** (top_exponent - fmt.mantissa_bits - 1)
   inclusive = fmt.max_code % 2 == 0
   limit_bits = int(np.float32(limit).view(np.int32))
-  # bits + lacking carries into the exponent exactly if the fraction of amax is above
-  # that of the limit (or equal to it, if the limit is not inclusive).
+  # The sum bits + lacking carries into the exponent exactly if the mantissa of amax is
+  # above the limit's mantissa (or equal to it, if the limit is not inclusive).
   lacking = (1 << 23) - (limit_bits & 0x7FFFFF) - inclusive
   bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
   k = ((bits + lacking) >> 23) - (limit_bits >> 23)
@@ -107,7 +109,7 @@ def encode(fmt: Format, x: jax.Array, k: jax.Array) -> jax.Array:
   drop = jnp.minimum(drop, 26)  # From 24 on, `kept` is 0.
   kept = mantissa >> drop
   rest = mantissa - (kept << drop)
-  # Codes with exponent field e start at e << Y; the hidden bit in `kept` adds one to e.
+  # `kept` has the hidden bit, which adds 1 to the exponent field of the code.
   field = jnp.minimum(jnp.maximum(field - 1, 0), 1 << fmt.exponent_bits)
   code = (field << fmt.mantissa_bits) + kept
   half = 1 << (drop - 1)
@@ -117,7 +119,7 @@ def encode(fmt: Format, x: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _nearest_power(fmt: Format, bits: jax.Array, k: jax.Array) -> jax.Array:
-  """Rounds to powers of two as `encode` does, with a third of its operations.
+  """Rounds to powers of two as `encode` does, but with a third of the operations.
 
   Args:
     bits: int32, the bits of |x|.
@@ -130,8 +132,8 @@ def _nearest_power(fmt: Format, bits: jax.Array, k: jax.Array) -> jax.Array:
   shifted = bits - ((k + 127 - fmt.bias) << 23)
   odd = shifted >> 23 & 1
   normal = (shifted + ((1 << 22) - 1) + odd) >> 23
-  # Between 0 and the smallest power, the middle is half of that power. A subnormal x
-  # has no hidden bit.
+  # The middle between 0 and the smallest power is half of this power. A subnormal x has
+  # no hidden bit.
   middle = jnp.where(bits < 1 << 23, 1 << 22, 0)
   code = jnp.where(shifted < 1 << 23, shifted > middle, normal)
   return jnp.minimum(code, fmt.max_code)
@@ -150,13 +152,13 @@ def decode(fmt: Format, codes: jax.Array, k: jax.Array) -> jax.Array:
   codes = codes.astype(jnp.int32)
   magnitude = codes & ((1 << (fmt.bits - 1)) - 1)
   negative = codes >> (fmt.bits - 1)
-  if not fmt.mantissa_bits:  # The code is an exponent.
+  if not fmt.mantissa_bits:  # The magnitude is an exponent.
     bits = jnp.where(magnitude > 0, (magnitude + (k + 127 - fmt.bias)) << 23, 0)
     return jax.lax.bitcast_convert_type(bits | negative << 31, jnp.float32)
   field = magnitude >> fmt.mantissa_bits
   hidden = (field > 0).astype(jnp.int32) << fmt.mantissa_bits
   mantissa = (magnitude & ((1 << fmt.mantissa_bits) - 1)) | hidden
-  # `scale_exponents` makes the quantum 2^(e - bias - Y + k) a normal float32.
+  # `scale_exponents` keeps the quantum, 2^exponent, a normal float32.
   exponent = jnp.maximum(field, 1) - fmt.bias - fmt.mantissa_bits + k
   quantum = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
   value = mantissa.astype(jnp.float32) * quantum
@@ -166,12 +168,12 @@ def decode(fmt: Format, codes: jax.Array, k: jax.Array) -> jax.Array:
 def pack(codes: jax.Array, bits: int) -> jax.Array:
   """Packs the codes of a flattened array into bytes.
 
-  The codes that fill whole groups come first, in planes; the first code of a group
-  takes the lowest bits. The remaining codes follow in their order.
+  Whole groups (see the top of this file) come first, in planes; the first code of a
+  group takes the lowest bits. The remaining codes follow in their order.
 
   Args:
     codes: uint8 of any shape with n elements, each below 2^bits.
-    bits: width from 1 to 8.
+    bits: bits of a code, 1 to 8.
 
   Returns:
     uint8 (ceil(n * bits / 8),).
@@ -207,10 +209,10 @@ def group_size(bits: int) -> tuple[int, int]:
 def _in_words(
   pack: Callable[[jax.Array], jax.Array], codes: jax.Array, group: int
 ) -> jax.Array:
-  """Packs words of four codes on CPU, if the codes divide into words.
+  """Packs codes; on CPUs as words of four codes, if the codes divide into words.
 
-  The change of type keeps XLA for CPU from fusing the encoding into the loop over flat
-  bytes. XLA does not vectorise that loop: encoding would take several times as long.
+  The cast to words keeps XLA for CPU from fusing the encoding into the loop over flat
+  bytes. XLA does not vectorise such a loop: encoding would take several times as long.
   """
   flat = lambda codes: pack(codes.reshape(-1))
   if codes.shape[-1] % 4 or codes.size % (4 * group):
@@ -225,7 +227,7 @@ def _in_words(
 
 
 def _pack_groups(codes: jax.Array, bits: int) -> jax.Array:
-  """Packs whole groups of codes: (g k,) -> (s k,). Also takes words of 4 codes."""
+  """Packs k whole groups of codes, (g k,) -> (s k,); also takes words of 4 codes."""
   group, size = group_size(bits)
   planes = jnp.split(codes, group)
   out = []

@@ -1,10 +1,11 @@
-"""Compressors: how one tensor of an outer gradient is coded for the wire.
+"""Compressors: each encodes and decodes the tensors of an outer gradient.
 
-A plug-in adds one by `plugins.register("wire.compressor", name, Compressor(...))`.
-If fsdp shards a parameter, each device codes its shard as a separate tensor. So devices
-gather nothing, and blocks, subsets and largest values are chosen within a shard.
+`plugins.register("wire.compressor", name, Compressor(...))` adds a compressor.
+If fsdp shards a parameter, each device encodes its shard as a separate tensor. Devices
+gather nothing, because blocks, subsets and largest values are chosen within a shard.
 
-Letters: N layers of S values, in rows of R; per layer K kept values, or K blocks of B.
+Letters: N layers of S values, in rows of R values; each layer has K kept values, or K
+blocks of B values.
 """
 
 import functools
@@ -29,7 +30,7 @@ get = sizes.compressor_of
 def quantize(
   wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
 ) -> tuple[Array, PyTree]:
-  """Codes every value, with one scale byte per block (2501.18512, section 2.4).
+  """Encodes every value, with one scale byte per block (2501.18512, section 2.4).
 
   A block is `block_size` consecutive values of one layer's tensor; the last block of a
   layer may be shorter. The payload holds all codes, then all scales.
@@ -41,7 +42,7 @@ def quantize(
   x_NxKxB = blocks(x_NxS, block)
   own = plugins.NAMES["wire.format"].get(wire.format)
   codes, tail = own.encode(x_NxKxB, s) if own else _scaled(wire, x_NxKxB)
-  # Barrier: without it XLA for TPU recomputes the codes for every bit plane.
+  # Without this barrier, XLA for TPU recomputes the codes for every plane (`codes.py`).
   codes = jax.lax.optimization_barrier(codes)
   if s % block:
     codes = codes.reshape(n, -1)[:, :s]
@@ -55,8 +56,8 @@ def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> A
   bits, block = formats.code_bits(wire.format), sizes.block_length(wire, s, row)
   size = sizes.packed(n * s, bits)
   codes = codes_lib.unpack(payload[:size], bits, n * s)
-  # Barrier: without it XLA for GPU and TPU writes the values to memory, not the codes,
-  # which are smaller.
+  # Without this barrier, XLA for GPU and TPU writes the decoded values to memory
+  # instead of the codes, which are smaller.
   codes_NxS = jax.lax.optimization_barrier(codes).reshape(n, s)
   codes_NxKxB, tail = blocks(codes_NxS, block), payload[size:]
   own = plugins.NAMES["wire.format"].get(wire.format)
@@ -65,7 +66,7 @@ def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> A
 
 
 def _scaled(wire: WireConfig, x_NxKxB: Array) -> tuple[Array, Array]:
-  """Codes blocks as eXmY; returns the codes, and a scale uint8 of each block."""
+  """Encodes blocks in an eXmY format; returns codes, and a uint8 scale per block."""
   fmt = formats.parse_format(wire.format)
   amax_NxK = codes_lib.largest_magnitude(x_NxKxB)
   finite_NxK = jnp.isfinite(amax_NxK)
@@ -88,11 +89,11 @@ def topk(
 ) -> tuple[Array, PyTree]:
   """Keeps the values of largest magnitude in each layer (2501.18512, figure 11).
 
-  That paper finds topk significantly worse than 4-bit codes of all values, if both send
-  equally many bytes.
+  At equal bytes, the paper finds topk significantly worse than 4-bit codes of all
+  values.
 
-  The payload holds the indices of K = ceil(density S) values per layer, ascending, in
-  ceil(log2 S) bits each, then the values in `format`.
+  Per layer, K = ceil(density S) values are kept. The payload first holds their indices,
+  ascending, in ceil(log2 S) bits each, then the kept values in wire.format.
   """
   s = x_NxS.shape[1]
   _, index_NxK = jax.lax.top_k(jnp.abs(x_NxS), sizes.kept(wire, s))
@@ -121,12 +122,12 @@ def random(
   key: Array,
   rescale: bool = False,
 ) -> tuple[Array, PyTree]:
-  """Keeps a random subset of the values in each layer (FedDropout, figure 11).
+  """Keeps a random subset of each layer's values (FedDropout; 2501.18512, figure 11).
 
-  At equal bytes, the paper finds this, with and without rescaling, worse than top-k.
+  At equal bytes, the paper finds random and dare worse than topk.
 
-  The payload holds a seed instead of indices: the receiver draws the same subset. With
-  `rescale` the decoded tensor is unbiased (DARE).
+  The payload holds a seed instead of indices: the receiver draws the same subset from
+  the seed. With `rescale` the decoded tensor is unbiased (DARE).
   """
   n, s = x_NxS.shape
   k = sizes.kept(wire, s)
@@ -156,7 +157,7 @@ register("wire.compressor", "dare", Compressor(dare, _decode_random, sizes.rando
 
 
 def to_bytes(x: Array) -> Array:
-  """Splits (n,) values of w bytes into uint8 (w n,): first the lowest byte of each."""
+  """Splits n values of w bytes into uint8 (w n,): lowest bytes of all values first."""
   width = x.dtype.itemsize
   word = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * width}"))
   starts = 8 * jnp.arange(width, dtype=word.dtype)
@@ -172,7 +173,7 @@ def from_bytes(x: Array, dtype: DTypeLike) -> Array:
 
 
 def blocks(x_NxS: Array, block: int) -> Array:
-  """Cuts (N, S) into blocks (N, K, block); pads the last block with zeros."""
+  """Splits (N, S) into blocks (N, K, block); pads a layer's last block with zeros."""
   n, s = x_NxS.shape
   if s % block:
     x_NxS = jnp.pad(x_NxS, ((0, 0), (0, -s % block)))

@@ -1,6 +1,6 @@
-"""Cuts tensors into pieces whose codes are whole bytes of the payload.
+"""Divides tensors into pieces whose codes are whole bytes of the payload.
 
-Letters: M replicas; a tensor has N layers of D rows of R values. G, J, C: see `Cut`.
+Letters: M replicas; a tensor has N layers of D rows of R values. `Cut` defines G, J, C.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from diloco.wire.codes import group_size
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-  """The pieces of a tensor that `quantize` codes.
+  """The J pieces of a tensor, which `quantize` encodes one by one.
 
   The rows of a tensor form G planes of J * C rows each (`diloco.wire.codes`). Piece j
-  takes the j-th block of C rows of each plane; the compressor codes these blocks as G
-  layers. If the whole tensor is one piece, each layer is a plane.
+  has the j-th block of C rows of each plane; the compressor encodes these G blocks like
+  G layers. If the whole tensor is one piece, each layer is a plane.
 
   Attributes:
     planes, pieces, rows, row: G, J, C and R.
-    codes: bytes of all codes, which lie in `plane_bytes` slices of equal length.
-    size: bytes of the payload; the scales follow the codes.
+    codes: number of bytes of all codes, which form `plane_bytes` equal slices.
+    size: number of bytes of the tensor's payload; the scales follow the codes.
   """
 
   wire: WireConfig
@@ -42,7 +42,7 @@ class Cut:
 
   @functools.partial(jax.jit, static_argnums=0)
   def encode(self, x_M: Array) -> Array:
-    """Codes a piece, float32 [M, G, C, R], as uint8 [M, bytes / J]."""
+    """Encodes a piece, float32 [M, G, C, R], to uint8 [M, size / J]."""
     coder, unused_key = compressors.get(self.wire.compressor), jax.random.key(0)
     one = lambda x: coder.encode(self.wire, x, (), self.row, unused_key)[0]
     return jax.vmap(one)(x_M.reshape(*x_M.shape[:2], -1))
@@ -55,7 +55,7 @@ class Cut:
     return jax.vmap(one)(code_M).reshape(-1, self.planes, self.rows, self.row)
 
   def by_piece(self, payload_M: Array) -> list[Array]:
-    """Returns codes and scales of a payload uint8 [M, bytes], each uint8 [M, J, n]."""
+    """Splits payloads uint8 [M, size] into codes and scales, uint8 [M, J, n] each."""
     parts = zip(jnp.split(payload_M, [self.codes], axis=1), self._slices)
     pieces = [x.reshape(len(x), k, self.pieces, -1).swapaxes(1, 2) for x, k in parts]
     return [x.reshape(*x.shape[:2], -1) for x in pieces]
@@ -72,7 +72,7 @@ class Cut:
 
 
 def cut(wire: WireConfig, most: int, m: int, n: int, d: int, row: int) -> Cut:
-  """Cuts a tensor into pieces of at most `most` values over all replicas, if possible.
+  """Divides a tensor into pieces of at most `most` values over all replicas, if it can.
 
   A tensor that is small, or whose sizes have no fitting divisor, is one piece.
   """

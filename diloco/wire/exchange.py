@@ -4,10 +4,10 @@ Every device encodes its own fsdp shard of its own replicas, so only the packed 
 a fragment have to cross the replica axis. The coding error therefore depends on the
 size of the fsdp axis: blocks, subsets and largest values are chosen within a shard.
 
-A payload is uint8 [M, fsdp, bytes]: the codes of every replica and shard. Its tensors
-have the order of the flattened tree; under `blocks` each layer is coded separately. A
-payload from a checkpoint may come from a mesh with another fsdp axis. It is decoded in
-the layout of that mesh, to exactly the values that were sent.
+A payload is uint8 [M, fsdp, bytes]: the codes of every replica and shard. In a payload,
+tensors have the order of the flattened tree; under `blocks` each layer is encoded
+separately. A payload from a checkpoint may come from a mesh with an fsdp axis of
+another size. It is decoded in the layout of that mesh, to exactly the values sent.
 """
 
 import jax
@@ -26,12 +26,12 @@ Leaf = jax.Array | jax.ShapeDtypeStruct
 
 
 def encoded(mesh: Mesh) -> NamedSharding:
-  """Returns the sharding of an encoded payload: each replica holds its own."""
+  """Returns a payload's sharding before the exchange: a replica holds its own part."""
   return NamedSharding(mesh, P(REPLICA, FSDP))
 
 
 def transmitted(mesh: Mesh) -> NamedSharding:
-  """Returns the sharding of a transmitted payload: each replica holds everyone's."""
+  """Returns a payload's sharding after the exchange: every replica holds all parts."""
   return NamedSharding(mesh, P(None, FSDP))
 
 
@@ -43,7 +43,7 @@ def init_state(wire: WireConfig, delta_M: PyTree) -> PyTree:
     delta_M: arrays shaped like the outer gradients of the fragment.
 
   Returns:
-    A tree like delta_M whose leaves are compressor states; () without state.
+    A tree like delta_M, with a compressor state for each leaf: () without state.
   """
   return jax.tree.map(compressors.get(wire.compressor).init, delta_M)
 
@@ -77,8 +77,8 @@ def encode(
     ):
       n, s, row = sizes.layout(names(path), x.shape)
       leaf_key = jax.random.fold_in(replica_key, i)
-      # Devices that hold copies of a tensor must draw equal numbers. Devices that hold
-      # different shards draw different ones.
+      # Devices that hold copies of a tensor must draw equal random numbers. Devices
+      # that hold different shards draw different numbers.
       if FSDP in place:
         leaf_key = jax.random.fold_in(leaf_key, jax.lax.axis_index(FSDP))
       old = jax.tree.map(lambda a, n=n, s=s: a.reshape(n, s), old)
@@ -140,7 +140,7 @@ def decode(
 
 
 def all_reduce(mesh: Mesh, delta_M: PyTree) -> PyTree:
-  """Averages decoded outer gradients over the replicas (wire.exchange=psum).
+  """Averages decoded outer gradients over all replicas (wire.exchange=psum).
 
   Args:
     delta_M: float32 leaves (M, ...), sharded over REPLICA and fsdp.

@@ -9,14 +9,14 @@ from diloco.spec.shapes import num_params
 
 @dataclasses.dataclass
 class Ledger:
-  """Bytes by fragment. Checkpoints save the ledger, so a resumed run goes on counting.
+  """Counts bytes by fragment; checkpoints save the counts, so a resumed run continues.
 
   Attributes:
     fragments: {str(p): [number of syncs, bytes sent by one replica]}.
     averages: {kind: [number of averages, bytes sent by one replica]}, see
       `plugins.Average`.
     peak: the most bytes that one replica sent at a single step. Gradients do not count:
-      a step that sends them sends nothing else.
+      a step that sends gradients sends nothing else.
     latest: [step, bytes] of the latest step that sent something.
   """
 
@@ -51,7 +51,7 @@ class Ledger:
 
 
 def all_reduced_bytes(c: Config, t: int) -> int:
-  """Counts the bytes of gradients that one replica has sent after inner step t."""
+  """Counts the bytes of gradients that one replica has sent up to inner step t."""
   steps = min(t, c.joint_steps) if c.make_fragments() else t
   return steps * gradient_bytes(c)
 

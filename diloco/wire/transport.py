@@ -1,15 +1,15 @@
-"""Carries payloads between replicas. A transport does nothing else.
+"""Transports, which carry payloads between replicas and do nothing else.
 
 `device`: the devices exchange payloads. Each group of replicas sends its payload to
-every other group, by one permutation per distance; this sends as many bytes as an
-all-gather would. XLA for TPU overlaps permutations with other work, but it does not
-overlap an all-gather inside one slice.
-For GPUs one all-gather sends everything: NCCL may deadlock if several permutations of
+every other group: one permutation for each shift of the groups. The permutations send
+as many bytes as an all-gather would. XLA for TPU overlaps permutations with other work,
+but it does not overlap an all-gather inside one slice.
+On GPUs one all-gather sends all payloads: NCCL may deadlock if several permutations of
 the same devices run at the same time.
-`behind` runs inner steps between `start` and `finish`.
+`behind` runs inner steps between `start` and `finish` of an exchange.
 
 `host`: the hosts copy payloads from their devices and exchange them over TCP. `carry`
-blocks, so a thread runs it. This is for slow links.
+waits for the exchange, so a thread calls `carry`. This transport is for slow links.
 
 A payload is uint8 [M, fsdp, bytes], see `diloco.wire.exchange`.
 """
@@ -49,21 +49,21 @@ def make_transport(kind: str, mesh: Mesh, packed: bool = True) -> "Transport":
     packed: whether devices exchange packed codes (wire.exchange=gather).
 
   Raises:
-    ConfigError: overlap.transport is host, but the processes do not hold equally many
-      whole rows of the mesh, or JAX may not use CPUs.
+    ConfigError: overlap.transport is host, but the processes do not hold the same
+      number of whole rows of the mesh, or JAX may not use CPUs.
   """
   at_hosts = plugins.transport(kind).at_hosts
   return HostTransport(mesh) if at_hosts else DeviceTransport(mesh, packed)
 
 
 class DeviceTransport:
-  """Carries payloads between devices. With one group of replicas, nothing moves.
+  """Carries payloads between devices; with one group of replicas, nothing moves.
 
   Attributes:
     overlaps: whether an exchange must share a program with inner steps to overlap them.
-      Only on devices: `overlap` then calls `start` and `finish` below.
-    hosts: a mesh of one CPU per process if hosts carry payloads and keep the outer
-      state; None if devices do both.
+      If so, `behind` calls `start` and `finish` below. Always False for hosts.
+    hosts: a mesh with one CPU of each process if hosts carry payloads and keep the
+      outer state; None if devices do so.
   """
 
   hosts = None
@@ -82,7 +82,7 @@ class DeviceTransport:
       jax.block_until_ready(self.carry(_one_byte(self._mesh)))
 
   def carry(self, payload: jax.Array) -> jax.Array:
-    """Sends the payloads of this process's replicas; returns everyone's payloads.
+    """Sends the payloads of this process's replicas; returns those of all replicas.
 
     Args:
       payload: sharded as `exchange.encoded` says.
@@ -107,18 +107,18 @@ def behind(
   Args:
     mesh: the device mesh.
     payloads: uint8 [M, fsdp, bytes], sent before the first step.
-    steps: runs a loop whose number of steps is an argument of the program. If XLA knew
-      that it is 1, XLA would unroll the loop and begin the exchange only after the
-      layers of that step.
+    steps: runs a loop of inner steps; their number is an argument of the program. If
+      XLA knew that this number is 1, XLA would unroll the loop and begin the exchange
+      only after the layers of the step.
 
   Returns:
-    What `steps` returns, and everyone's payloads.
+    The result of `steps`, and the payloads of all replicas.
   """
   with jax.named_scope("exchange_start"):
     received = start(mesh, payloads)
   with jax.named_scope("inner_steps"):
     done = steps()
-  # Barrier: without it XLA may wait for the exchange before it runs the steps.
+  # Without this barrier, XLA may wait for the exchange before it runs the steps.
   done, received = jax.lax.optimization_barrier((done, received))
   with jax.named_scope("exchange_finish"):
     return done, finish(mesh, payloads, received)
@@ -132,9 +132,10 @@ def start(mesh: Mesh, payloads: list[jax.Array]) -> tuple[jax.Array, ...]:
     payloads: sharded as `exchange.encoded` says; at least one.
 
   Returns:
-    Arrays uint8 [bytes] on each device. For GPUs, one array holds everyone's payloads.
-    Otherwise, array s - 1 holds what permutation s of `_sources` brings. The arrays are
-    flat: a TPU would pad a row of bytes to four rows and send four times as much.
+    Arrays uint8 [bytes] on each device. For GPUs, one array holds all payloads.
+    Otherwise, array s - 1 holds the payloads that permutation s of `_sources` brings.
+    The arrays are flat: a TPU would pad a row of bytes to four rows and send four times
+    as much.
   """
   places, sources = [_spec(mesh, x, REPLICA) for x in payloads], _sources(mesh)
 
@@ -185,16 +186,16 @@ def finish(
 
 
 def gathers(mesh: Mesh) -> bool:
-  """Tells whether one all-gather carries the payloads, as on GPUs."""
+  """Returns whether one all-gather carries the payloads, as on GPUs."""
   return mesh.devices.flat[0].platform == "gpu"
 
 
 def _sources(mesh: Mesh) -> np.ndarray:
-  """Lists permutations of the n groups of replicas that bring every payload everywhere.
+  """Lists permutations that bring the payloads of n groups of replicas to all groups.
 
   A permutation shifts the groups by a number of slices and by a number of groups inside
-  each slice. So a permutation crosses slices with all of its pairs or with none. XLA
-  for TPU splits a permutation that does both, and then overlaps only a part.
+  each slice. So in a permutation either all pairs cross slices or none do. If only some
+  pairs crossed, XLA for TPU would split the permutation and overlap only a part of it.
 
   Returns:
     ints x [n, n]: in permutation s, group i gets the payload of group x[s, i].
@@ -226,7 +227,7 @@ class HostTransport:
     self.carry(_one_byte(self._mesh))
 
   def carry(self, payload: jax.Array) -> jax.Array:
-    """Does what `DeviceTransport.carry` does; every device of `hosts` gets all."""
+    """See `DeviceTransport.carry`; here each device of `hosts` gets all payloads."""
     try:
       return self._gather(payload)
     except Exception as error:
@@ -240,8 +241,9 @@ class HostTransport:
     whole = NamedSharding(self.hosts, P())
     codes = sharding.local_parts(payload)
     if len(self._rows) > 1:
-      # Over TCP, Gloo's all-gather takes 1.5 times the link's own time. Permutations
-      # would take 2 times, because Gloo sends them in one direction at a time.
+      # Over TCP, Gloo's all-gather takes 1.5 times as long as the bytes need on the
+      # link. Permutations would take 2 times as long, because Gloo sends in one
+      # direction at a time.
       groups = codes.reshape(self._mesh.shape[REPLICA], -1)
       mine = groups[self._rows[jax.process_index()]]
       by_process = NamedSharding(self.hosts, P(REPLICA))
@@ -261,7 +263,7 @@ def _whole(x: jax.Array, *, place: NamedSharding) -> jax.Array:
 
 
 def _one_byte(mesh: Mesh) -> jax.Array:
-  """Makes a payload of one byte per device, which opens connections."""
+  """Makes a payload of one byte per device; its exchange opens the connections."""
   shape = (mesh.shape[REPLICA], mesh.shape[FSDP], 1)
   return sharding.place(np.zeros(shape, np.uint8), exchange.encoded(mesh))
 
@@ -269,7 +271,8 @@ def _one_byte(mesh: Mesh) -> jax.Array:
 def _spec(mesh: Mesh, payload: jax.Array, replica: str | None) -> P:
   """Returns the partition spec of a payload.
 
-  If a mesh with another fsdp axis encoded it, each device holds all fsdp shards.
+  If a mesh with an fsdp axis of another size encoded the payload, each device holds
+  all fsdp shards.
   """
   own = payload.shape[1] == mesh.shape[FSDP]
   return P(replica, FSDP) if own else P(replica)
@@ -279,7 +282,7 @@ def _cpus() -> list[jax.Device]:
   try:
     return jax.devices("cpu")
   except RuntimeError as error:  # JAX_PLATFORMS has no cpu.
-    # The ignore is for jax 0.10; jax 0.12 shows type checkers its options.
+    # `ignore` is for jax 0.10; jax 0.12 shows its options to type checkers.
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined, unused-ignore]
     raise ConfigError(
       "overlap.transport is host, which needs CPUs, but JAX_PLATFORMS is"

@@ -1,4 +1,4 @@
-"""Times training steps on the accelerators that are there; prints a table.
+"""Times training steps on this machine's accelerators; prints a table.
 
   git clone https://github.com/google-deepmind/nanodo /tmp/nanodo
   PYTHONPATH=/tmp/nanodo python scripts/benchmarks/bench_accelerator.py
@@ -8,8 +8,8 @@ the loop over blocks. The steps are NanoDO's, data-parallel and Streaming DiLoCo
 M=2, all with the same global batch.
 
 MFU counts the FLOPs of `diloco.spec.shapes.flops_per_token`. The hidden exchange is the
-time that an exchange adds to the inner step that hides it, in parts of this step; the
-two replicas need at least two devices for it.
+time that an exchange adds to the inner step that hides it, as a share of this step. For
+an exchange, the two replicas need at least two devices.
 """
 
 import functools
@@ -32,7 +32,7 @@ from diloco.model import attention
 from diloco.spec.shapes import flops_per_token
 
 ATTENTION, REMAT = ("xla", "splash", "cudnn"), ("none", "dots", "full")
-# 16 sequences of 2,048 tokens, 4 at a time, which data-parallel fits on a v5e.
+# 16 sequences of 2,048 tokens, 4 at a time: with these, data-parallel fits on a v5e.
 _PAPER = (32_768, 16, 2048, 4, 256, "full")
 SIZES = bench_nanodo.SIZES | {
   "35M": (6, 8, 512, *_PAPER),
@@ -57,7 +57,7 @@ def base_config(name: str) -> Config:
 
 
 def cases(size: str, kind: str, devices: int) -> Iterator[Case]:
-  """Yields our steps of a size, with all attentions that the device can compute."""
+  """Yields the cases of diloco, not NanoDO, with all attentions of the device."""
   c = base_config(size)
   for name in _ATTENTION.value:
     chosen = changed(c, {"model.attention": name})
@@ -147,7 +147,7 @@ def or_memory(case: Case, make: Callable[[], str]) -> str:
 
 
 def nanodo_row(size: str) -> tuple[float | None, str]:
-  """Times NanoDO's step; returns its seconds, and its line or why there is none."""
+  """Times NanoDO's step; returns its seconds, and its row or the reason for no row."""
   remat = "full" if flags.FLAGS.nanodo_remat else "none"
   c = changed(base_config(size), {"model.attention": "xla", "model.remat": remat})
   case = (size, "NanoDO", c)

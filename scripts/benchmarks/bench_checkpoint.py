@@ -2,7 +2,7 @@
 
 python scripts/benchmarks/bench_checkpoint.py --config=chinchilla:1.3B --workdir=runs/b
 
-Writes the parameters as a run does and compressed as is Orbax's default.
+Writes the parameters twice: as a run does, and compressed, as Orbax does by default.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Measures the training pipeline: tokens per second, bytes of a batch from the disk.
+"""Measures the training pipeline: tokens per second, bytes per batch from the disk.
 
 For a cold disk, drop the page cache first: echo 3 > /proc/sys/vm/drop_caches.
 

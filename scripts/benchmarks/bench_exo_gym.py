@@ -5,8 +5,8 @@ r"""Trains the model of batch_32 with exo gym's DiLoCo; prints loss and tokens/s
   PYTHONPATH=/tmp/exogym OMP_NUM_THREADS=1 python scripts/benchmarks/bench_exo_gym.py \
     --tokens=/data/text/tokens
 
-Needs diloco and torch in one environment, and of exo gym's requirements only tqdm and
-numpy. Each replica is a process of its own with one thread. The model, AdamW, the outer
+Needs diloco and torch in one environment; of exo gym's requirements, it needs only tqdm
+and numpy. Each replica is its own process with one thread. The model, AdamW, the outer
 SGD, each replica's sequences and their order, and the held-out sequences are those of
 
   python -m diloco.main --config=configs/batch_32.py --config.algorithm=diloco \
@@ -36,7 +36,8 @@ from diloco.util.command import free_port
 
 REPLICAS, PER_REPLICA, SYNC_EVERY = 2, 16, 10
 PEAK, WARMUP = 4e-3, 25
-# Ours is 0.0025 times the schedule, torch's is multiplied by the learning rate.
+# We multiply the weight decay, 0.0025, by the schedule, whose peak is 1. Torch
+# multiplies it by the learning rate, whose peak is PEAK.
 WEIGHT_DECAY = 0.0025 / PEAK
 RUN = "diloco"
 
@@ -52,7 +53,7 @@ trainer.init_process_group_portsafe = connect
 
 
 class TimedDiLoCo(DiLoCoStrategy):
-  """exo gym's DiLoCo; the first replica writes when each step ended."""
+  """The DiLoCo of exo gym; the first replica saves when each step ended."""
 
   def step(self) -> None:
     super().step()
@@ -107,7 +108,7 @@ def main() -> None:
   length = {"num_epochs": 1, "max_steps": args.steps, "val_interval": args.steps}
   run = {"num_nodes": REPLICAS, "shuffle": False, "run_name": RUN} | batches | length
   data = training_set(c, args.steps), held_out
-  # Other runs may have exo gym's port.
+  # Another run may already use exo gym's default port.
   fit = trainer.Trainer(model, *data, start_port=free_port(), device="cpu").fit
   fit(strategy=strategy, val_size=len(held_out), **run)
   # The first round has no sync; each other round has one, after its first step.

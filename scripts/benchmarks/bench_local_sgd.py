@@ -4,9 +4,10 @@
   python scripts/benchmarks/bench_local_sgd.py --config=sample
 
 PyTorch trains each replica in a process with one thread and averages the parameters
-every H steps (torch.distributed's PeriodicModelAverager); its AdamW is fused. Ours
-trains all in one process, without syncs. The two take turns of H steps. Batches are
-random tokens in memory. The config's model must be the one of torch_model.py.
+every H steps (torch.distributed's PeriodicModelAverager); its AdamW is fused. Our
+program trains all replicas in one process, without syncs. The two programs take turns
+of H steps. Batches are random tokens in memory. The config's model must be the model of
+torch_model.py.
 """
 
 import multiprocessing
@@ -28,7 +29,7 @@ from diloco.util.command import free_port
 
 
 def local_sgd(rank: int, c: Config, port: int, turns) -> None:
-  """Trains one replica; the first one waits for each turn, and sends its seconds."""
+  """Trains one replica; replica 0 waits for each turn, and sends the turn's seconds."""
   os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
   torch.set_num_threads(1)
   dist.init_process_group("gloo", rank=rank, world_size=c.replicas)
@@ -40,13 +41,14 @@ def local_sgd(rank: int, c: Config, port: int, turns) -> None:
   while True:
     if rank == 0:
       turns.recv()
-    dist.barrier()  # The others wait for the turn, too.
+    dist.barrier()  # The other replicas wait, too.
     start = time.perf_counter()
     for _ in range(c.sync_every):
       model((batch,)).backward()
       torch.nn.utils.clip_grad_norm_(model.parameters(), c.inner.clip_norm)
       adamw.step()
-      average.average_parameters(model.parameters())  # Of those with a gradient.
+      # The averager skips parameters without a gradient, so `zero_grad` comes later.
+      average.average_parameters(model.parameters())
       adamw.zero_grad()
     if rank == 0:
       turns.send(time.perf_counter() - start)
@@ -65,7 +67,7 @@ def main(argv) -> None:
   ]
   for replica in replicas:
     replica.start()
-  there.close()  # If a process fails, its end closes too, and recv raises.
+  there.close()  # So recv raises if a process fails and closes its end of the pipe.
 
   def theirs() -> float:
     here.send(None)

@@ -2,8 +2,9 @@
 
   python scripts/benchmarks/bench_loop.py --config=sample --config.train.steps=400
 
-A step of the run has its share of syncs, logs, TensorBoard and Python; the second half
-of the steps is timed, which compiles nothing. Evaluations and checkpoints are left out.
+A step of the run includes its share of syncs, logs, TensorBoard and Python. Only the
+second half of the steps is timed, in which nothing compiles. Before its end, the run
+makes no evaluations and no checkpoints.
 """
 
 import tempfile

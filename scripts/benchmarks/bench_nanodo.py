@@ -3,10 +3,10 @@
   git clone https://github.com/google-deepmind/nanodo /tmp/nanodo
   PYTHONPATH=/tmp/nanodo python scripts/benchmarks/bench_nanodo.py --sizes=1M,5M,35M
 
-NanoDO's model is imported, not copied. Its loss needs grain to be imported, and is one
-line of optax, which is repeated here. Both sides have the same architecture, batch,
-dtype, loss and optimizer: by default without QK-LayerNorm and z-loss, which NanoDO does
-not have. Memory is that of XLA's temporary buffers.
+NanoDO's model is imported, not copied. Its loss is one line of optax. This file repeats
+that line, because an import of NanoDO's loss needs grain. Both sides have the same
+architecture, batch, dtype, loss and optimizer: by default without QK-LayerNorm and
+z-loss, which NanoDO does not have. The memory is the size of XLA's temporary buffers.
 """
 
 import functools
@@ -25,7 +25,7 @@ from diloco.algorithm import optimizers
 from diloco.config import Config, changed, command_line, default_config, resolve
 from diloco.errors import ConfigError
 
-# A model, its batch, and what makes our step fast on two CPU cores.
+# Fields of a model, of its batch, and of what makes our step fast on two CPU cores.
 SIZE = (
   *("model.num_layers", "model.num_heads", "model.dim", "model.vocab_size"),
   *("train.batch_size", "model.seq_len"),
@@ -66,14 +66,14 @@ def random_tokens(c: Config) -> np.ndarray:
 
 
 def two_replicas(c: Config) -> Config:
-  """Halves the sequences of a model, and keeps those of a microbatch."""
+  """Makes a config of two replicas; each has half of the sequences and microbatches."""
   accumulate = max(1, c.train.accumulate // 2)
   fields = {"algorithm": "diloco", "replicas": 2, "train.accumulate": accumulate}
   return changed(c, fields)
 
 
 def nanodo(c: Config, tokens_BxL: np.ndarray) -> tuple[Step, int]:
-  """Compiles NanoDO's step; returns a call of it and its temporary bytes."""
+  """Compiles NanoDO's step; returns a function to run it, and its temporary bytes."""
   try:
     from nanodo.model import DoConfig, TransformerDo
   except ImportError as error:

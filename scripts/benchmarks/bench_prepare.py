@@ -1,10 +1,11 @@
-"""Measures preparation with one and more processes: the table of docs/benchmarks.md.
+"""Measures prepare_data with one and more processes: the table of docs/benchmarks.md.
 
   python -m diloco train_tokenizer --source=sotu --vocab_size=28000 --output=28k.model
   python scripts/benchmarks/bench_prepare.py --tokenizer=28k.model --folder=/tmp/bench
 
 Makes documents with the features and the mean length of C4 (2.3 kB) from paragraphs of
-State of the Union texts, as JSON lines and tfrecord; prepares them in every way.
+State of the Union texts, as JSON lines and tfrecord. Prepares both formats with every
+number of processes.
 """
 
 import json
@@ -35,7 +36,7 @@ _WORKERS = flags.DEFINE_list("workers", ["1", "2"], "Numbers of processes.")
 _MB = flags.DEFINE_integer("mb", 120, "Megabytes of text.", lower_bound=1)
 
 NAME = "c4/en:3.1.0"
-FILES = 8  # In each format.
+FILES = 8  # Number of files of each format.
 
 
 def documents(size: int, seed: int) -> Iterator[str]:
@@ -79,7 +80,7 @@ def write_corpus(folder: pathlib.Path, size: int) -> None:
 
 
 def measure(*args: str) -> tuple[float, float, int]:
-  """Prepares data; returns the seconds, CPU seconds and MiB that the script prints."""
+  """Prepares data; returns the seconds, CPU seconds and MiB that were printed."""
   argv = [sys.executable, "-m", "diloco.data.prepare.prepare_data", *args]
   run = subprocess.run(argv, capture_output=True, text=True, check=False)
   found = re.search(

@@ -2,9 +2,10 @@
 
   python scripts/benchmarks/bench_step.py --config=configs/batch_32.py
 
-Inner step: M replicas against data-parallel with the same global batch; then 6 and 48
-layers, with their compile times. Outer step: the send, update and merge of one fragment
-against a plain copy of the fragment's float32 values; --outer times nothing else.
+For the inner step, it compares M replicas with data-parallel at the same global batch,
+and then 48 layers with 6, with their compile times. For the outer step, it compares
+send, update and merge of one fragment with a plain copy of the fragment's float32
+values. --outer times only the outer step.
 """
 
 import time
@@ -120,7 +121,7 @@ def print_inner_steps(c: Config, replicas: Bench) -> None:
 
 
 if __name__ == "__main__":
-  # Here, because programs that import this file have no such flags.
+  # Defined only here, because programs that import this file must not have these flags.
   flags.DEFINE_bool("outer", False, "Time only the outer step.")
   config_flags.DEFINE_config_file("config", None, "The config to time.")
   flags.mark_flag_as_required("config")

@@ -4,10 +4,11 @@
   python scripts/benchmarks/bench_together.py --config=chinchilla:35M,M=2 --memory
   python scripts/benchmarks/bench_together.py --config=... --memory --topology=h100:1
 
-A time is the least of several rounds of H inner and outer steps, without evaluations.
-The table has the tokens of all runs of a launch; a CPU second is a second of one core.
-The memory is XLA's for the inner step, with parameters and optimizer state; nothing
-runs. --topology compiles for a chip that is not there (docs/aot.md).
+A time is the least time of several rounds of H inner steps with their outer steps,
+without evaluations. The table shows the tokens of all runs together; a CPU second is a
+second of one core. With --memory, nothing runs: XLA reports the memory of the inner
+step, with parameters and optimizer state. --topology compiles for a chip that this
+machine does not have (docs/aot.md).
 """
 
 import time
@@ -48,7 +49,7 @@ class Bench:
     self.tokens = jnp.asarray(tokens, jnp.int32)
 
   def round(self) -> tuple[float, float]:
-    """Runs H steps of all runs; returns the seconds, and those of all CPU cores."""
+    """Runs H steps of all runs; returns wall seconds, and CPU seconds of all cores."""
     start, busy, state = time.perf_counter(), time.process_time(), self.state
     for _ in range(self.c.sync_every):
       self.t += 1
@@ -93,7 +94,7 @@ def main(argv) -> None:
     return
   with jax.set_mesh(make_mesh(c)):
     benches = [Bench(c, count) for count in counts]
-    for _ in range(3):  # Compiles, and reaches the rounds with every send.
+    for _ in range(3):  # Compiles; every later round sends all fragments.
       for bench in benches:
         bench.round()
     rounds = [[bench.round() for bench in benches] for _ in range(_REPEATS.value)]

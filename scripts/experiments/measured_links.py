@@ -2,10 +2,10 @@
 
   python scripts/experiments/measured_links.py
 
-Fits what each transport lacks of the papers' ideal (`Link` of
+Fits how far each transport falls short of the papers' ideal link (`Link` of
 diloco/simulate/utilisation.py), and prints the tables of docs/links.md: measured
-utilisation, and by how many points the simulator is above it, without and with the
-fitted link. Two minutes on a core.
+utilisation, and by how many percentage points the simulator is above it, without and
+with the fitted link. Takes two minutes on one core.
 """
 
 import collections
@@ -24,8 +24,8 @@ from diloco.reproduce.comparison import markdown
 from diloco.simulate import from_config
 from diloco.simulate.utilisation import LINKS, Link, Workload, utilisation
 
-# Their model has an embedding, six blocks and a head of 50,257 tokens and width 256
-# (configs/models/30m-realvocab.toml of their repository).
+# The model of docs/measured_l40s.csv has an embedding, six blocks and a head of 50,257
+# tokens and width 256 (configs/models/30m-realvocab.toml of the authors' repository).
 PARAMS, EMBEDDING = 30_846_720, 50_257 * 256
 BLOCK = (PARAMS - 2 * EMBEDDING) / 6
 
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
   Attributes:
     transport: a name of LINKS.
-    method: as in the table.
+    method: name of the method in the printed table.
     nominal, rate: bits per second of each replica's link, as set and as measured.
     steps: inner steps that were measured.
     measured: utilisation.
@@ -65,8 +65,8 @@ def read(name: str) -> list[dict[str, str]]:
 def l40s() -> list[Row]:
   """Returns the rows with limited links of docs/measured_l40s.csv.
 
-  DiLoCo and local SGD block while they sync, so their model is one layer here. DDP
-  overlaps its all-reduce with the backward pass of the layers.
+  DiLoCo and local SGD compute nothing during a sync, so their model is one layer here.
+  DDP overlaps its all-reduce with the backward pass of the layers.
   """
   layers = {"ddp": (EMBEDDING, *6 * (BLOCK,), EMBEDDING)}
   found = []
@@ -113,7 +113,7 @@ def wan(name: str, transport: str) -> list[Row]:
 
 
 def fit(rows: Sequence[Row]) -> Link:
-  """Finds the link with the least mean square of the differences."""
+  """Fits the link, by least squares of simulated minus measured utilisation."""
 
   error = lambda values: np.mean(np.square(points(rows, Link(*values))))
   how = {"method": "Powell", "bounds": [(0.3, 1.0), (0.0, 0.5)]}
@@ -122,7 +122,7 @@ def fit(rows: Sequence[Row]) -> Link:
 
 
 def points(rows: Sequence[Row], link: Link) -> list[float]:
-  """Returns by how many points the simulator is above each measurement."""
+  """Returns by how many percentage points the simulator is above each measurement."""
   return [100 * (row.simulated(link) - row.measured) for row in rows]
 
 
@@ -160,7 +160,7 @@ def summary(sets: dict[str, Sequence[Row]]) -> list[str]:
 
 
 def sets() -> dict[str, Sequence[Row]]:
-  """Returns the measurements by the names of docs/links.md."""
+  """Returns the measurements under the names that docs/links.md uses."""
   theirs = l40s()
   part = lambda keep: [row for row in theirs if keep(row.method)]
   gloo = wan("wan.csv", "gloo")

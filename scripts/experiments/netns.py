@@ -6,8 +6,9 @@
 
 Every node is a namespace with one interface, eth0. A bridge in one more namespace joins
 the nodes. So the host's addresses and firewall do not change and have no effect. Needs
-root and iproute2; see `missing`. Limits the rate, but adds no delay: every kernel with
-traffic control has the token bucket, but not every one has netem.
+root and iproute2; see `missing`. The network limits the rate but adds no delay: every
+kernel with traffic control has the token bucket (rate), but not every kernel has netem
+(delay).
 """
 
 import contextlib
@@ -23,11 +24,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-# A namespace's name: PREFIX, its maker's process id, '-', a number or hub or probe.
+# A namespace's name is PREFIX, its maker's process id, '-', and a number, hub or probe.
 PREFIX = "diloco"
 # The frame size of long-distance research networks. Headers (66 bytes per frame) and
-# acknowledgements (66 bytes) add 1% to a bulk transfer; with frames of 1500, 7%. But a
-# bucket must hold two frames: 18 kB of 9000 bytes cross before a slow link limits them.
+# acknowledgements (66 bytes) add 1% to a bulk transfer, but 7% with frames of 1500
+# bytes. But a token bucket must hold two frames, so 18 kB cross without limit.
 MTU = 9000
 # IPv6 would send packets of its own. With Reno, payload in both directions uses 93% of
 # 1 Mbit/s and at least 97% of 4 Mbit/s to 1 Gbit/s. BBR uses only 61% of 1 Gbit/s: on
@@ -94,8 +95,8 @@ class Network:
     May be called while traffic flows.
 
     Args:
-      rate: of each direction.
-      nodes: whose links; None: those of all nodes.
+      rate: the rate of each direction.
+      nodes: the nodes whose links change; None: all nodes.
       upload_only: whether only the direction away from the nodes changes.
     """
     for i in range(len(self.names)) if nodes is None else nodes:
@@ -103,13 +104,13 @@ class Network:
       for namespace, device in directions[:1] if upload_only else directions:
         tc = ["tc", "-n", namespace, "qdisc"]
         if rate is None:
-          # Fails, without harm, if there was no limit.
+          # This command fails, without harm, if there was no limit.
           subprocess.run([*tc, "del", "dev", device, "root"], capture_output=True)
         else:
           _run(*tc, "replace", "dev", device, "root", "tbf", *_bucket(rate, self.mtu))
 
   def connect(self, node: int, up: bool) -> None:
-    """Cuts a node's link, or makes it whole again; addresses and routes stay."""
+    """Cuts a node's link, or restores it; addresses and routes stay."""
     state = "up" if up else "down"
     _run("ip", "-n", self.hub, "link", "set", f"port{node}", state)
 
@@ -126,7 +127,8 @@ class Network:
 def _bucket(rate: float, mtu: int) -> list[str]:
   # The bucket holds 2 ms of traffic (25 kB at 100 Mbit/s), at least two frames: enough
   # for late timers, but too little to carry a packed fragment without waiting. The
-  # queue holds 50 ms of traffic, at least 16 frames, then drops, as a router would.
+  # queue holds 50 ms of traffic, at least 16 frames; a full queue drops frames, as a
+  # router would.
   burst = max(rate / 8 * 2e-3, 2 * (mtu + 14))
   queue = max(rate / 8 * 50e-3, 16 * (mtu + 14))
   return ["rate", f"{rate:.0f}bit", "burst", f"{burst:.0f}", "limit", f"{queue:.0f}"]
@@ -136,7 +138,7 @@ def _bucket(rate: float, mtu: int) -> list[str]:
 def star(nodes: int, mtu: int = MTU) -> Iterator[Network]:
   """Makes the namespaces; at the end removes them and kills the processes inside.
 
-  First removes the namespaces that killed processes have left.
+  First removes the namespaces that killed processes have left behind.
 
   Args:
     nodes: 2 to 250.
@@ -165,7 +167,7 @@ def star(nodes: int, mtu: int = MTU) -> Iterator[Network]:
 
 
 def remove_stale() -> list[str]:
-  """Removes namespaces whose maker is gone, kills their processes; returns names."""
+  """Removes namespaces whose maker is gone, with their processes; returns the names."""
   listed = json.loads(_run("ip", "-j", "netns", "list") or "[]")
   removed = []
   for name in [entry["name"] for entry in listed]:
@@ -188,7 +190,7 @@ def _make_node(i: int, name: str, address: str, hub: str, mtu: int) -> None:
   for namespace in (name, hub):
     for path, value in SETTINGS.items():
       write = f"echo {value} > /proc/sys/net/{path}"
-      # Fails, without harm, if the kernel has no IPv6 or no Reno.
+      # This command fails, without harm, if the kernel has no IPv6 or no Reno.
       subprocess.run(
         ["ip", "netns", "exec", namespace, "sh", "-c", write], capture_output=True
       )
@@ -197,8 +199,8 @@ def _make_node(i: int, name: str, address: str, hub: str, mtu: int) -> None:
     *("peer", "name", "eth0", "mtu", str(mtu), "netns", name),
   )
   _run("ip", "-n", hub, "link", "set", port, "master", "bridge", "up")
-  # One segment per frame. Otherwise the kernel passes on 64 kB at a time, and the
-  # counters show this as one frame with one header.
+  # Sets one segment per frame. Otherwise the kernel passes on 64 kB at a time, and the
+  # counters show these bytes as one frame with one header.
   _run("ip", "-n", name, "link", "set", "eth0", "gso_max_segs", "1", "up")
   _run("ip", "-n", name, "link", "set", "lo", "up")
   _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
@@ -223,9 +225,9 @@ def _remove(name: str) -> None:
 
 
 def _settle(name: str) -> subprocess.Popen:
-  """Starts a process in a namespace that does nothing, until `_remove` kills it.
+  """Starts an idle process in a namespace; `_remove` kills the process.
 
-  Its folder in /proc shows the counters of the namespace to the outside.
+  Its folder in /proc shows the namespace's counters to processes outside.
   """
   stay = ["sh", "-c", "echo inside; exec sleep infinity"]
   command = ["ip", "netns", "exec", name, *stay]

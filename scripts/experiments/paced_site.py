@@ -1,7 +1,8 @@
 """Runs diloco.main as if an inner step took STEP_S seconds, for fault_bench.py.
 
-The process sleeps until its launch of inner steps has taken this time, as it would wait
-for a device. So sites of given speeds share the cores of one machine.
+A launch of n inner steps takes at least n * STEP_S seconds: the process sleeps for the
+rest, as if it waited for a device. So sites of given speeds can share the cores of one
+machine.
 """
 
 import os
@@ -17,7 +18,7 @@ _inner = Method.inner
 
 
 def inner(self, steps, state, tokens):
-  """Takes the place of `Method.inner`."""
+  """Replaces `Method.inner`: computes, then sleeps for the rest of the time."""
   end = time.monotonic() + STEP_S * len(steps)
   found = jax.block_until_ready(_inner(self, steps, state, tokens))
   time.sleep(max(end - time.monotonic(), 0))

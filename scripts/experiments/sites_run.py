@@ -1,7 +1,7 @@
-"""Commands and processes of runs in network namespaces.
+"""Commands and processes of training runs in network namespaces.
 
-With sites, node K + 1 of the star is that of site K. Node 0 has the S3 server, if the
-sites meet in a bucket.
+Site K runs in node K + 1 of the star. Node 0 has the S3 server, if the sites meet in a
+bucket.
 """
 
 import os
@@ -16,7 +16,7 @@ import netns
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 PORT = 7777
-GROUP = "group"  # The folder of the sites, beside their workdirs.
+GROUP = "group"  # The folder in which the sites meet, beside their workdirs.
 BUCKET = "bucket"
 _FETCH = """
 import sys, urllib.request
@@ -48,7 +48,7 @@ def site(
   """Returns the command of site k, with its workdir in `folder`.
 
   Args:
-    group: where the sites meet; "": in folder/GROUP.
+    group: folder or address where the sites meet; "": folder/GROUP.
   """
   own = [f"--site={k}", f"--group={group or folder / GROUP}"]
   own += ["--config.overlap.transport=sites", f"--workdir={folder / name(k)}"]
@@ -82,7 +82,7 @@ def paced(command: Sequence[str]) -> list[str]:
 
 
 def start(command: Sequence[str], log: pathlib.Path, **variables: str):
-  """Starts a process on the CPU; its output goes to the end of the file `log`."""
+  """Starts a process on the CPU; appends its output to the file `log`."""
   env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **variables}
   with log.open("ab") as file:
     return subprocess.Popen(command, env=env, cwd=ROOT, stdout=file, stderr=file)
@@ -99,8 +99,8 @@ class Bucket:
   """An S3 server of moto in node 0, with one bucket.
 
   Attributes:
-    address: of the group in the bucket.
-    variables: what a site needs in its environment.
+    address: address of the group in the bucket.
+    variables: environment variables that a site needs.
   """
 
   address = f"s3://{BUCKET}/{GROUP}"
@@ -122,7 +122,7 @@ class Bucket:
     raise RuntimeError(f"the S3 server does not begin; see {folder / 's3.log'}")
 
   def fetch(self, path: str, method: str = "GET") -> bytes | None:
-    """Asks the server from its own node, without a key; None: it refuses."""
+    """Sends a request from the server's node, without access key; None: it failed."""
     argv = [sys.executable, "-c", _FETCH, method, self._url + path]
     done = subprocess.run(self._network.command(0, argv), capture_output=True)
     return done.stdout if done.returncode == 0 else None

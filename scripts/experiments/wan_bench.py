@@ -5,13 +5,14 @@
 Each replica has one network namespace and one process (netns.py), and a core of its
 own if there are enough cores. Each method is one run of `diloco.main` with
 configs/wan.py, during which the rate of the links falls step by step. A measurement
-begins some steps after a change and ends whole rounds later. Bytes are those of the
-interfaces' counters, headers included. Needs root and iproute2. Writes wan.csv, wan.md
-and wan.png; keeps the rows of other methods in --out.
+begins some steps after a change of the rate and covers whole rounds. Bytes are those of
+the interfaces' counters, headers included. Needs root and iproute2. Writes wan.csv,
+wan.md and wan.png; keeps earlier rows of other methods in --out.
 
 Utilisation is compute time over wall time. The compute time of a step is the median of
-the measured steps; most steps exchange nothing. Data-parallel has no such steps, so it
-uses DiLoCo's compute time at the same rate: DiLoCo does the same computation.
+the measured steps; most steps exchange nothing. In data-parallel every step exchanges
+gradients, so its rows use DiLoCo's compute time at the same rate: DiLoCo does the same
+computation.
 """
 
 import itertools
@@ -42,10 +43,10 @@ METHODS = {
   "Streaming, overlap": {"wire.format": "fp32"},
   "Streaming, overlap, FP4": {"wire.format": "e3m0"},
 }
-# Colours of the curves: an algorithm's colour, Streaming's variants in its shades.
+# Each curve has the colour of its algorithm; Streaming's variants have shades of it.
 CURVES = {"data-parallel": COLORS["data_parallel"], "DiLoCo": COLORS["diloco"]}
 CURVES |= dict(zip([*METHODS][2:], shades(COLORS["streaming"], 3)))
-# Steps between a change of the rate and a measurement: the log shows steps late.
+# The log lags behind, so a measurement begins this many steps after a change of rate.
 SETTLE = 20
 
 
@@ -66,15 +67,15 @@ def resolved(options, method: str) -> Config:
 def plan(options, method: str, compute_s: float) -> list[Phase]:
   """Plans the phases of a method's run, fastest rate first.
 
-  Rounds begin and end between two sends, when nothing is on the links. At slow rates a
-  step of data-parallel takes many seconds, so fewer steps are measured, and rates at
-  which a step takes too long are left out.
+  A measurement begins and ends between two sends, when nothing is on the links. At slow
+  rates a step of data-parallel takes many seconds, so fewer steps are measured, and
+  rates at which a step takes too long are left out.
   """
   c = resolved(options, method)
   rates = sorted(options.rates, reverse=True)
   phases: list[Phase] = []
   if method == "data-parallel":
-    # The first steps compile.
+    # JAX compiles during the first steps.
     at, bits = 5, gradient_bytes(c) * 8
     for rate in rates:
       seconds = bits / rate + compute_s
@@ -112,7 +113,7 @@ def row(c, method: str, phase: Phase, set_at: float, trace: Trace, compute_s: fl
     compute_s: compute time of a step.
 
   Raises:
-    RuntimeError: when the rate was set, a measured exchange may already have begun.
+    RuntimeError: a measured exchange may have begun before the rate was set.
   """
   times, steps = trace.step_times(), phase.last - phase.first
   begin, end = times[phase.first], times[phase.last]
@@ -284,7 +285,7 @@ def parse(argv=None):
   add("--longest_step", type=float, default=20, help=text)
   add("--timeout", type=float, default=900, help="seconds for each method")
   options = parser.parse_args(argv)
-  # In the order of METHODS: data-parallel uses the compute time of DiLoCo's run.
+  # Runs DiLoCo first, as in METHODS, because data-parallel uses its compute time.
   options.methods = [m for m in METHODS if m in options.methods]
   return options
 

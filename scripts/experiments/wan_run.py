@@ -18,9 +18,10 @@ CONFIG = "configs/wan.py"
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-  """A rate in bits per second, measured over the steps first + 1 .. last of a run.
+  """A part of a run with one rate of the links, in bits per second.
 
-  The rate is set when the log shows step `starts`, which happens some steps late.
+  The rate is set when the log shows step `starts`; the log is some steps late. The
+  measurement covers the steps first + 1 to last.
   """
 
   rate: float
@@ -48,7 +49,7 @@ class Trace:
     return {r["step"]: r["time"] for r in self.records if r["kind"] == "step"}
 
   def sent(self, when: float) -> float:
-    """Interpolates the bytes that a node had sent at a time, mean over nodes."""
+    """Interpolates the bytes that a node had sent until `when`, mean over nodes."""
     return float(np.interp(when, *zip(*self.samples)))
 
   def total(self, kind: str, value: str, phase: Phase) -> float:

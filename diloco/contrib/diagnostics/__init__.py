@@ -16,7 +16,7 @@ class Diagnostics(plugins.Extension):
 
   # Measures the first sync of each fragment and then every n-th, layer by layer:
   # cosine, drift, coding error, stable rank, update, and the loss around the merge.
-  # n = 4 costs 1.1 to 1.3% of the sample run's time. 0: never. Skips a final sync.
+  # n = 4 costs 1.1 to 1.3% of the sample run's time. Skips final syncs. 0: never.
   every: Count = 0
 
   rules = (

@@ -1,4 +1,4 @@
-"""Draws the diagnostics of a run, layer by layer. The run may still go on.
+"""Draws the diagnostics of a run, layer by layer. The run need not be finished.
 
 python -m diloco diagnostics runs/sample --out=diagnostics.png
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # Matplotlib is slow to import.
   from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
-# The part of a fragment that is no layer: embedding, positions, final norm, head.
+# Name of a fragment's part outside the layers: embedding, positions, final norm, head.
 EMBEDDING = "embedding"
 Records = Sequence[Json]
 # {curve: {step: value}}
@@ -41,7 +41,7 @@ def read(folder: pathlib.Path) -> tuple[Config, metrics.Kinds]:
   """Reads a run's config, and its records by kind: send, receive, merge.
 
   Raises:
-    ConfigError: the folder has no run of one process group with diagnostics.
+    ConfigError: the folder has no run with diagnostics, or a run in several parts.
   """
   c, [found] = workdir.read(folder, "send", "receive", "merge")
   if not any("replica_drift_by_layer" in r for r in found["send"]):
@@ -60,8 +60,8 @@ def by_layer(c: Config, records: Records, name: str) -> Curves:
   for r in records:
     if name in r:
       fragment = fragments[r["fragment"]]
-      # Where a fragment has the embedding, its value comes last; elsewhere zip drops
-      # the name.
+      # The value of the embedding comes last. If a fragment has no embedding, zip drops
+      # its name.
       names = [*(f"layer {i}" for i in fragment.layers), EMBEDDING]
       values = np.atleast_2d(np.asarray(r[name], dtype=float)).mean(axis=0)
       for part, value in zip(names, values):
@@ -89,7 +89,7 @@ def _matrices(records: Records, kind: str) -> Iterator[tuple[Json, str, np.ndarr
 
 
 def by_matrix(c: Config, records: Records) -> Curves:
-  """Returns the stable rank of each matrix, the mean of the layers in a round."""
+  """Returns the stable rank of each matrix, the mean over the layers in a round."""
   found = dict[str, dict[int, list[float]]]()
   for r, matrix, values in _matrices(records, "stable_rank"):
     last = r["step"] // c.sync_every * c.sync_every
@@ -103,7 +103,7 @@ def by_matrix(c: Config, records: Records) -> Curves:
 def last_spectra(records: Records) -> Curves:
   """Returns {matrix: {k: k-th singular value}} at the last sync of each fragment.
 
-  The values are divided by the Frobenius norm; the mean of the layers of all fragments.
+  A value is divided by the Frobenius norm, then averaged over all fragments' layers.
   """
   last = dict[str, dict[int, np.ndarray]]()  # {matrix: {fragment: values x layers}}
   for r, matrix, values in _matrices(records, "spectrum"):
@@ -115,13 +115,13 @@ def last_spectra(records: Records) -> Curves:
 
 
 def merges(records: Records) -> dict[int, float]:
-  """Returns {step: loss after a merge minus loss before}, the mean of the replicas."""
+  """Returns {step: loss after a merge minus loss before}, the mean over replicas."""
   changes = {}
   for r in records:
     after, before = (
       np.asarray(r[f"loss_{when}_merge"], dtype=float) for when in ("after", "before")
     )
-    changes[r["step"]] = float(np.nanmean(after - before))  # NaN: merged elsewhere.
+    changes[r["step"]] = float(np.nanmean(after - before))  # NaN: nothing measured.
   return changes
 
 
@@ -176,7 +176,7 @@ def draw(c: Config, found: metrics.Kinds) -> "Figure":
 
 
 def _of_layers(c: Config) -> dict[str, dict[str, Any]]:
-  """Styles of all parts: earlier layers are darker, as in 2501.18512, figure 18."""
+  """Returns the style of each part: earlier layers are darker (2501.18512, fig. 18)."""
   colors = reversed(shades(COLORS[c.algorithm], c.model.num_layers))
   layers = {f"layer {i}": {"color": color} for i, color in enumerate(colors)}
   return layers | {EMBEDDING: {"color": OTHERS[3], "ls": "--"}}

@@ -29,7 +29,7 @@ from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
 from diloco.wire import exchange
 
-# Number of singular values that are logged; columns and steps of subspace iteration.
+# Number of logged singular values; columns and iterations of the subspace iteration.
 _VALUES, _COLUMNS, _ITERATIONS = 8, 12, 8
 _TINY = 1e-30
 
@@ -53,9 +53,9 @@ def of_send(
     layers: int32 (n,), the fragment's layers.
 
   Returns:
-    float32 metrics of all J parts, see `_of_part`: [M, J] for values of each replica,
-    else [J]. `stable_rank.NAME` has the shape [n], or [1] for a matrix without a layer
-    axis; `spectrum.NAME` has the shape [K, n] or [K, 1].
+    float32 metrics of J parts (each layer; all the rest), see `_of_part`: [M, J] for
+    values of each replica, else [J]. `stable_rank.NAME` has the shape [n], or [1] for a
+    matrix without a layer axis; `spectrum.NAME` has the shape [K, n] or [K, 1].
   """
   sent_M, found = exchange.decode(wire, mesh, payload, theta, (REPLICA,)), []
 
@@ -71,7 +71,7 @@ def of_send(
 
   if "blocks" in theta:
     # One layer at a time, to save memory: each device then holds the outer gradients of
-    # all replicas for that layer.
+    # all replicas for one layer only.
     found.append(jax.lax.map(layer, jnp.arange(len(layers))))
   rest = sorted(theta.keys() - {"blocks"})
   if rest:
@@ -136,10 +136,10 @@ def spectrum(x_RxC: jax.Array) -> jax.Array:
   After this division, the squares of all singular values add up to 1. The stable rank
   is |A|_F^2 / |A|_2^2: 1 for a matrix of rank one, at most min(R, C).
 
-  Subspace iteration finds the values. If more than `_COLUMNS` are close to each other,
-  the results are too small by some percent, and the stable rank too large. The values
-  are roots of the eigenvalues of a Gram matrix in float32, so values below 3e-4 of the
-  largest are less accurate; far below that they are noise.
+  Subspace iteration finds the values. If more than `_COLUMNS` values are close to each
+  other, the results are some percent too small, and the stable rank is too large. The
+  values are roots of the eigenvalues of a Gram matrix in float32. So values below 3e-4
+  times the largest value are less accurate, and much smaller values are noise.
 
   Args:
     x_RxC: a matrix, float32.
@@ -170,7 +170,7 @@ def of_update(before: PyTree, theta: PyTree) -> Metrics:
 
   Args:
     before: outer parameters of the fragment before the outer step.
-    theta: those after the outer step.
+    theta: outer parameters of the fragment after the outer step.
   """
   updates, found = jax.tree.map(jnp.subtract, theta, before), []
   if "blocks" in updates:

@@ -1,8 +1,8 @@
-"""Lines 6 to 12 as another function computes them, measured at some syncs.
+"""Runs lines 6 to 12 of Algorithm 2 by another function, and measures some syncs.
 
-At these syncs it also computes the loss of every replica before and after all merges of
-a step. The sequences are held-out ones, always the same: the loss of the steps
-themselves jumps more from batch to batch than a merge changes it.
+At these syncs, `MeasuredStep` also computes every replica's loss before and after all
+merges of a step. It always uses the same held-out sequences, because the training loss
+changes more from batch to batch than by a merge.
 
 Letters: M replicas, B sequences, L positions.
 """
@@ -28,19 +28,20 @@ from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.model import registry
 from diloco.util.types import PyTree
 
-# One in so many sequences of a step is used, because a merge needs two forward passes.
+# A measured merge uses 1 / _SHARE of a step's sequences, because it needs two more
+# forward passes.
 _SHARE = 8
 
 
 @dataclasses.dataclass
 class MeasuredStep:
-  """Lines 6 to 12; measures the first sync of each fragment and then every n-th.
+  """Runs lines 6 to 12; measures each fragment's first sync and then every n-th.
 
   Attributes:
     c: config of the run.
     every: n.
-    step: computes these lines.
-    batch: from `sequences`, at the first measured merge.
+    step: the function that computes lines 6 to 12.
+    batch: the result of `sequences`; None before the first measured merge.
   """
 
   c: Config
@@ -58,14 +59,14 @@ class MeasuredStep:
   ) -> tuple[PyTree, OuterState, list[Event]]:
     """Runs the step; adds an event with the losses before and after all its merges.
 
-    The first loss precedes all merges and the second follows, measured or not. A
-    replica that merged no measured sync has NaN in both. If several measured syncs were
-    merged, the event names the fragment of the first. After the last step of a run,
-    merges change no further loss, and have no event.
+    The losses are from before and after all merges of the step, also of syncs that are
+    not measured. A replica that merged no measured sync has NaN in both losses. If
+    several measured syncs were merged, the event names the fragment with the smallest
+    number. Merges after the last step of a run have no event.
     """
 
     def measured(t: int) -> list[int]:
-      """Lists the measured fragments that are sent after step t: all or none."""
+      """Lists the measured ones of the fragments sent after step t: all or none."""
       count = sync.schedule.num_sends
       return [p for p in sync.schedule.sends(t) if (count(p, t) - 1) % self.every == 0]
 
@@ -94,7 +95,7 @@ class MeasuredStep:
 def _send(
   lines: Wrapped, params_M: PyTree, theta: PyTree, *args: PyTree, **kind: PyTree
 ) -> tuple[jax.Array, PyTree, Metrics]:
-  """Lines 7 and 8, see `outer.send`; also measures the outer gradients by layer."""
+  """Runs lines 7 and 8 (see `outer.send`), and measures outer gradients by layer."""
   payload, codec_state, metrics = lines(params_M, theta, *args, **kind)
   _, layers, *_ = args
   more = measure.of_send(params_M, theta, payload, layers, **kind)
@@ -104,21 +105,21 @@ def _send(
 def _update(
   lines: Wrapped, theta: PyTree, *args: PyTree, **kind: PyTree
 ) -> tuple[PyTree, PyTree, Metrics]:
-  """Lines 10 and 11, see `outer.update`; also measures the update by layer."""
+  """Runs lines 10 and 11 (see `outer.update`), and measures the update by layer."""
   before = jax.tree.map(jnp.copy, theta)  # The update donates theta.
   theta, opt_state, metrics = lines(theta, *args, **kind)
   return theta, opt_state, metrics | measure.of_update(before, theta)
 
 
 def sequences(c: Config, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-  """Reads the first held-out sequences; repeats them if there are fewer.
+  """Reads the first held-out sequences; repeats them if there are too few.
 
-  These are an eighth of the sequences on which a replica trains in a step, and a
-  microbatch at most, so that their loss needs no more memory than training.
+  Their number is 1 / _SHARE of the sequences on which a replica trains in a step, and
+  at most a microbatch, so that their loss needs no more memory than training.
 
   Returns:
     Tokens int32 [M, B, L]; weights float32 [M, B, L], 0 for padding, else 1. All
-    replicas have the same.
+    replicas have the same sequences.
   """
   share, fsdp = c.train.batch_size // c.replicas, mesh.shape[FSDP]
   count = max(share // max(_SHARE, c.train.accumulate) // fsdp, 1) * fsdp
@@ -126,7 +127,7 @@ def sequences(c: Config, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
   tokens = min(c.eval.tokens or count * length, count * length)
   held_out = dataclasses.replace(c.eval, tokens=tokens)
   found = make_eval_set(dataclasses.replace(c, eval=held_out))
-  used = -(-found.num_tokens // length)  # The rest is padding only.
+  used = -(-found.num_tokens // length)  # Later rows are padding only.
   rows_M = np.broadcast_to(np.arange(count) % used, (c.replicas, count))
   place = sharding.batch_sharding(mesh)
   tokens_MxBxL, weights_MxBxL = (
@@ -150,6 +151,6 @@ def losses(
     return (nll_BxL * weights_BxL).sum() / weights_BxL.sum()
 
   args = (params_M, tokens_MxBxL, weights_MxBxL)
-  if mesh.shape[REPLICA] == 1:  # As in the inner step: one after the other.
+  if mesh.shape[REPLICA] == 1:  # One replica after the other, as in the inner step.
     return jax.lax.map(lambda args: one(*args), args)
   return each_replica(c, one, *args)

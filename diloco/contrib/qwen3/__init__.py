@@ -1,7 +1,8 @@
 """Qwen3 (arXiv 2505.09388): a decoder that other programs load by this name. No JAX.
 
-With plugins=('qwen3',), `model.name=qwen3` trains this architecture, init.checkpoint
-may be a folder of transformers' Qwen3ForCausalLM, and export writes one (models.md):
+With plugins=('qwen3',), `model.name=qwen3` trains this architecture. init.checkpoint
+may be a folder of transformers' Qwen3ForCausalLM, and export writes such a folder
+(docs/models.md):
 
   python -m diloco.main --config=qwen3 --workdir=runs/qwen3
   python -m diloco export runs/qwen3 --format=hf --output=runs/qwen3_hf
@@ -31,8 +32,8 @@ class Qwen3(plugins.Extension):
 
   # Heads of keys and values, a divisor of model.num_heads. 0: model.num_heads.
   kv_heads: Count = 0
-  # Size of a head, an even number; then model.num_heads need not divide model.dim. 0:
-  # model.dim / model.num_heads.
+  # Size of a head, an even number; if set, model.num_heads need not divide model.dim.
+  # 0: model.dim / model.num_heads.
   head_dim: Count = 0
   # Base of the frequencies that rotate queries and keys.
   rope_theta: Annotated[float, Range(1)] = 1e6

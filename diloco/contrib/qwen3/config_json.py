@@ -1,4 +1,4 @@
-"""The config.json of transformers' Qwen3ForCausalLM, read and written. No JAX."""
+"""Reads and writes the config.json of transformers' Qwen3ForCausalLM. No JAX."""
 
 import pathlib
 
@@ -22,7 +22,7 @@ NAMES = {
   "qwen3.rope_theta": "rope_theta",
   "qwen3.tie_embeddings": "tie_word_embeddings",
 }
-# Entries that have only one value here.
+# Entries of config.json for which only one value is possible here.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 
 
@@ -38,7 +38,7 @@ def describe(m: ModelConfig, dtype: str) -> Json:
     "architectures": [ARCHITECTURE],
     "model_type": NAME,
     **{theirs: value(*field.split(".")) for field, theirs in NAMES.items()},
-    # Where newer versions of transformers look for rope_theta.
+    # Newer versions of transformers read rope_theta from here.
     "rope_parameters": {"rope_type": "default", "rope_theta": q.rope_theta},
     "max_position_embeddings": m.seq_len,
     **FIXED,
@@ -52,7 +52,8 @@ def fields_of(folder: str | pathlib.Path) -> Json:
   """Returns the fields that a folder's config.json fixes, by name.
 
   Raises:
-    ConfigError: it is another architecture, or has features that this one has not.
+    ConfigError: config.json is of another architecture, has features that model.name
+      qwen3 lacks, or lacks an entry.
   """
   field = "init.checkpoint"
   found = require_json(local_path(folder, field) / CONFIG, field)

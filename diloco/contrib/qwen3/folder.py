@@ -1,8 +1,8 @@
-"""Folders of transformers' Qwen3ForCausalLM: names, reading and writing.
+"""Reads and writes folders of transformers' Qwen3ForCausalLM.
 
-Our matrices are (in, out) with all layers stacked; theirs are (out, in), one by one. A
-tokenizer.json of a public model has its special tokens elsewhere than ours, so the rows
-of embedding and head are permuted (`rows_of`).
+Our matrices are (in, out) with all layers stacked; matrices of transformers are (out,
+in), one per layer. A public model's tokenizer.json has other ids for special tokens
+than we have, so the rows of embedding and head are permuted (`rows_of`).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from diloco.util.files import require_json
 from diloco.util.types import Json
 
 GENERATION, INDEX = "generation_config.json", f"{WEIGHTS}.index.json"
-# {our name: their name}, where {} is the layer.
+# {our name: transformers' name}, where {} is the number of the layer.
 _THEIRS = {
   "embed.tokens": "model.embed_tokens.weight",
   "embed.head": "lm_head.weight",
@@ -45,21 +45,21 @@ _THEIRS = {
   "blocks.ff.up": "model.layers.{}.mlp.up_proj.weight",
   "blocks.ff.down": "model.layers.{}.mlp.down_proj.weight",
 }
-_TABLES = ("embed.tokens", "embed.head")  # Their rows are tokens.
+_TABLES = ("embed.tokens", "embed.head")  # These matrices have one row per token.
 
 
 def names_of(m: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], list[str]]]:
-  """Yields name and shape of our tensors, each with their names of its layers."""
+  """Yields each of our tensors: name, shape, and transformers' names of its layers."""
   for path, shape in shapes.leaves(shapes.parameters(m)):
     name, layers = ".".join(path), range(m.num_layers if path[0] == "blocks" else 1)
     yield name, shape, [_THEIRS[name].format(layer) for layer in layers]
 
 
 def rows_of(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
-  """Returns their row of the embedding for each of our ids, int64 [vocab_size].
+  """Returns the row of each of our ids in transformers' embedding: int64 [vocab_size].
 
   Raises:
-    ConfigError: the embedding has no row for a special id that the tokenizer lacks.
+    ConfigError: the embedding has fewer rows than the tokenizer has ids.
   """
   if not isinstance(tokenizer.model, JsonModel):
     return np.arange(vocab_size)
@@ -80,11 +80,11 @@ def write(
   """Writes weights, config and tokenizer; returns the names of the files.
 
   Args:
-    folder: exists.
+    folder: an existing folder.
     dtype: type of the weights, float32 or bfloat16.
 
   Raises:
-    ConfigError: the tokenizer has no counterpart.
+    ConfigError: the tokenizer cannot be converted to a tokenizer.json.
   """
   m = model.config.model
   rows = rows_of(tokenizer, m.vocab_size)
@@ -97,7 +97,7 @@ def write(
   flat = traverse_util.flatten_dict(model.params, sep=".")
   for name, _, theirs in names_of(m):
     whole = np.asarray(jax.device_get(flat[name])).astype(dtype)
-    whole = whole[ours].T if name in _TABLES else whole  # Tables are not transposed.
+    whole = whole[ours].T if name in _TABLES else whole  # `x.T` below undoes this `.T`.
     for layer, x in zip(theirs, whole if name.startswith("blocks.") else whole[None]):
       tensors[layer] = np.ascontiguousarray(x.T)
   save(tensors, folder / WEIGHTS, "pt")
@@ -113,13 +113,13 @@ def read(
   """Reads a folder with model.safetensors, or with an index of several files.
 
   Returns:
-    {field: value} of the fields that its config.json fixes, and an iterator of our
-    names and tensors in m.param_dtype. The tensors need a model with these fields.
+    {field: value} of the fields that its config.json fixes, and an iterator of (our
+    name, tensor in m.param_dtype). The iterator works only if m has these values.
 
   Raises:
     ConfigError: config.json is missing or of another architecture; later, from the
-      iterator: a file or a tensor is missing or has another shape, the tokenizer is
-      another, or safetensors is missing.
+      iterator: a file or a tensor is missing or has another shape, the tokenizer has
+      another vocabulary, or safetensors is missing.
   """
   return fields_of(folder), _tensors(m, tokenizer, folder)
 
@@ -143,14 +143,14 @@ def _tensors(
     try:
       opened = [stack.enter_context(safe_open(path, "np")) for path in _files(folder)]
       at = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors has an exception of its own.
+    except Exception as error:  # Safetensors has its own exception class.
       reason = f"{type(error).__name__}: {one_line(error)}"
       raise ConfigError(
         f"{where}, whose weights cannot be read ({reason}); copy the folder again."
       ) from error
     known = {name for *_, theirs in expected for name in theirs}
     head, table = _THEIRS["embed.head"], _THEIRS["embed.tokens"]
-    # A tied head may be stored, too.
+    # A folder may also store a head that is tied to the embedding.
     odd = sorted((known - at.keys()) | (at.keys() - known - {head}))
     if odd:
       state = "lacks" if odd[0] in known else "has in addition"
@@ -178,7 +178,7 @@ def _tensors(
           )
         out[...] = x[rows] if name in _TABLES else x
       if name in _TABLES and public and tokenizer.pieces[shapes.BOS_ID] < 0:
-        # Without BOS, EOS separates texts, so BOS gets the row of EOS.
+        # In models without BOS, EOS separates texts. So BOS gets the row of EOS.
         whole[shapes.BOS_ID] = whole[shapes.EOS_ID]
       yield name, whole
 

@@ -1,12 +1,12 @@
-"""The functions of the architecture qwen3.
+"""The model functions of the architecture qwen3.
 
 Pre-RMSNorm, rotary positions (RoPE), RMSNorm on each head of queries and keys,
 grouped-query attention, SwiGLU feed-forward, no biases. The head is the token embedding
 or a matrix of its own (Qwen3 technical report, arXiv 2505.09388, section 2). The stack
 of blocks, the cache and the losses are in `diloco.model.transformer`.
 
-Parameters: `parameters` of the package. Letters: B sequences, L positions, D width, H
-query heads, G heads of keys and values, K head size, F feed-forward width, V
+`parameters` of the package lists the parameters. Letters: B sequences, L positions, D
+width, H query heads, G heads of keys and values, K head size, F feed-forward width, V
 vocabulary.
 """
 
@@ -87,7 +87,7 @@ class FeedForward(Part):
 
 
 class Block(transformer.Block):
-  """Attention and feed-forward of this file; `Decoder` repeats the block N times."""
+  """The block that `Decoder` repeats: attention and feed-forward of this file."""
 
   Attention, FeedForward, norm = Attention, FeedForward, staticmethod(_norm)
 
@@ -115,7 +115,7 @@ class Decoder(transformer.Transformer):
 
 
 def _rotation(m: ModelConfig, place: Place, length: int) -> tuple[jax.Array, jax.Array]:
-  """Computes the rotation once for all blocks: float32 [1 or B, L, 1, K / 2] each."""
+  """Computes cosines and sines for all blocks, float32 [1 or B, L, 1, K / 2] each."""
   position_BxL = place.position_BxL
   if position_BxL is None:
     first = 0 if place.start is None else place.start
@@ -126,7 +126,7 @@ def _rotation(m: ModelConfig, place: Place, length: int) -> tuple[jax.Array, jax
 
 
 def _rotated(x_BxLxHxK: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-  """Rotates pairs of a head's first and second half by the angles of the positions."""
+  """Rotates pairs (a, b) of each head's two halves by the angles of the positions."""
   cos, sin = rotation
   a, b = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
   rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -2,8 +2,8 @@
 
 Ids are ours: pad 0, EOS 1, BOS 2, unknown 3 (`diloco.tokenizer.tokenizer`). Encoded
 text begins with BOS, as in training, unless it is encoded without special tokens. Only
-a text that has the name of a special token in it, such as `</s>`, gets other ids than
-SentencePiece gives: they are special there.
+a text that contains the name of a special token, such as `</s>`, gets other ids than
+from SentencePiece, because the converted tokenizer reads the name as the special token.
 
 Needs the package tokenizers (the extra `hf`).
 """
@@ -22,7 +22,7 @@ from diloco.util.types import Json
 UNIGRAM, BPE = 1, 2
 NORMAL, USER_DEFINED = 1, 4
 SPACE = "▁"
-# Names of ids 0 to 3 in the order of the ids, for models that lack them.
+# Names of ids 0 to 3 in the order of the ids, for models that lack these tokens.
 NAMES = ("<pad>", "</s>", "<s>", "<unk>")
 
 
@@ -30,8 +30,8 @@ def convert(tokenizer: Tokenizer) -> dict[str, Json]:
   """Returns {file name: JSON} of the tokenizer files that transformers loads.
 
   Raises:
-    ConfigError: tokenizers have no counterpart to the model's algorithm, or the package
-      tokenizers is missing.
+    ConfigError: the package tokenizers is missing, or has no counterpart to the model's
+      algorithm.
   """
   about: Json = {"tokenizer_class": "PreTrainedTokenizerFast"}
   if isinstance(tokenizer.model, JsonModel):
@@ -39,7 +39,7 @@ def convert(tokenizer: Tokenizer) -> dict[str, Json]:
     about |= content.pop(SPECIAL)
     return {"tokenizer.json": content, "tokenizer_config.json": about}
   lib = optional("tokenizers", "a tokenizer.json needs", "hf")
-  # Takes protobuf, which SentencePiece itself does not need.
+  # This import needs protobuf, which SentencePiece itself does not need.
   from sentencepiece import sentencepiece_model_pb2
 
   schema: Any = sentencepiece_model_pb2
@@ -56,7 +56,7 @@ def convert(tokenizer: Tokenizer) -> dict[str, Json]:
   if rule.precompiled_charsmap:
     steps += [lib.normalizers.Precompiled(rule.precompiled_charsmap)]
   if rule.remove_extra_whitespaces:
-    # `Strip` strips newlines.
+    # Not the normalizer `Strip`, because it removes newlines, too.
     steps += [replace(regex(r"\A +| +\z"), ""), replace(regex(" {2,}"), " ")]
   if rule.add_dummy_prefix:
     steps += [lib.normalizers.Prepend(SPACE)]
@@ -78,7 +78,7 @@ def convert(tokenizer: Tokenizer) -> dict[str, Json]:
 
 
 def _check(proto: Any, path: pathlib.Path) -> None:
-  """Refuses a model to which tokenizers have no counterpart."""
+  """Refuses a model to which the package tokenizers has no counterpart."""
   trainer, rule = proto.trainer_spec, proto.normalizer_spec
   own = [x.piece for x in proto.pieces if x.type == USER_DEFINED]
   reason = ""
@@ -111,7 +111,7 @@ def _model(models: Any, proto: Any, pieces: list[Any], names: list[str]) -> Any:
       byte_fallback=trainer.byte_fallback,
     )
   best = max((x.score for x in proto.pieces if x.type == NORMAL), default=0.0)
-  # SentencePiece gives user-defined symbols this score, so that they win.
+  # SentencePiece gives user-defined symbols this score: they win over other pieces.
   prefer = lambda x: len(x.piece.encode()) * best - 0.1
   scores = [
     0.0 if x is None else prefer(x) if x.type == USER_DEFINED else x.score

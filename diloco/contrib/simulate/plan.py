@@ -6,27 +6,29 @@ python -m diloco plan --config=chinchilla:1.3B,M=2 --gbits=0.1,1,10 --chips=64
 python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06 --curve=runs/dp \
   --target=4.4
 
-`python -m diloco simulate plan` is the same. A row is data-parallel, or Streaming
-DiLoCo with some M, H, tau and number format. It shows utilisation, bytes that a replica
-sends per token, the final loss above data-parallel with its 90% interval, and the hours
-of the whole run. Only rows are shown that no other row beats in both hours and loss
-(--all shows all). The last lines recommend one row and say the rule: with --target the
-fastest to this loss, else the smallest loss among those that reach a utilisation of
-0.95. With several --gbits, each row is the recommended one of its rate. --out draws
-hours and loss of all settings at each rate, and marks the recommended one.
+`python -m diloco simulate plan` is the same command. A row is data-parallel, or
+Streaming DiLoCo with some M, H, tau and number format. It shows utilisation, bytes that
+a replica sends per token, the final loss above data-parallel with its 90% interval, and
+the hours of the whole run. The table leaves out rows that another row beats in both
+hours and loss (--all shows all rows). The last lines recommend one row and say the
+rule. With --target, it is the row that reaches that loss first; without --target, the
+row of least loss among those with a utilisation of at least 0.95. With several --gbits,
+the table has the recommended row of each rate. --out draws hours and loss of all
+settings at each rate, and marks the recommended row.
 
-Time comes from the simulator (`steady.py`). The loss comes from measurements: those of
+Time comes from the simulator (`steady.py`). The loss comes from measurements:
 `plan.csv` for N, M and H, interpolated over their logarithms, and `LATE` for tau. E3M0
-and float32 count as equal (+0.1 ± 0.3% in docs/claims.csv). The end of a row says
-from which sizes, and what was not measured. A size whose runs all have another M is
-left out. A loss is 0 ± x if zero lies inside its interval. Above the largest measured M
-or H the line through the last two goes on; beyond the other ends the nearest value
-counts.
+and float32 get the same loss (measured: +0.1 ± 0.3%, docs/claims.csv). The end of a row
+says from which sizes its loss comes, and what was not measured. A size is left out if
+all its runs have one M, and this is not the M of the row. A loss is shown as 0 ± x if
+zero lies inside its interval. Above the largest measured M or H, the line through the
+two largest values is extended. Below the smallest M or H, and outside the measured N,
+the nearest measured value counts.
 
-What syncs compute, --sync_time seconds of each round, lengthens a run and is no part of
-the utilisation.
+The syncs compute for --sync_time seconds in each round. This time lengthens a run and
+is no part of the utilisation.
 
---curve is a finished data-parallel run of the same data. A run that ends x% above
+--curve is a finished data-parallel run on the same data. A run that ends x% above
 data-parallel is assumed to be x% above it at all steps.
 """
 
@@ -61,16 +63,17 @@ if TYPE_CHECKING:  # Matplotlib is slow to import.
 H = (5, 10, 30, 100, 300)
 TAU = (1, 5, 10)
 FORMATS = ("e3m0", "fp32")
-# Utilisation from which a slower run is not worth a smaller loss.
+# Least utilisation of the recommended row, if there is no --target.
 ENOUGH = 0.95
 SMALL = 35e6  # The papers' smallest N.
-# {alpha: (tau, per cent above tau = 1 and alpha = 0, half of the 90% interval)}: 0.14M
-# parameters, M = 2, H = 30, three seeds (docs/claims.csv, ablation tau).
+# {alpha: (tau, loss in per cent above that at tau = 1 and alpha = 0, half of the 90%
+# interval)}. Runs: 0.14M parameters, M = 2, H = 30, three seeds (docs/claims.csv,
+# ablation tau).
 LATE = {
   0.0: ((1, 0, 0), (2, 0.08, 0.29), (5, 0.21, 0.22), (10, 1.25, 0.11)),
   0.5: ((1, 0.45, 0.5), (2, 0.54, 0.25), (5, 0.66, 0.25), (10, 0.95, 0.38)),
 }
-# The same at 500M: below 0.2% up to 10 steps (2501.18512, section 3.3.2).
+# Values as in LATE at 500M: below 0.2% up to tau = 10 (2501.18512, section 3.3.2).
 LATE_LARGE = ((1, 0.0, 0.0), (10, 0.2, 0.1))
 
 
@@ -79,8 +82,8 @@ class Cell(NamedTuple):
 
   Attributes:
     percent: per cent above data-parallel.
-    half: half of the 90% interval over the seeds; of the papers' runs, of which there
-      is one each, what the printed digits leave open.
+    half: half of the 90% interval over the seeds. For the papers' single runs, it is
+      the rounding error of the printed digits.
   """
 
   params: float
@@ -121,17 +124,17 @@ def cells() -> list[Cell]:
 
 
 def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
-  """Predicts by how many per cent a run ends above the best data-parallel run.
+  """Predicts a run's final loss, in per cent above the best data-parallel run.
 
   Args:
     measured: the cells, such as those of plan.csv.
 
   Returns:
-    Per cent, half of the 90% interval, and where this was measured and where not.
+    Per cent, half of the 90% interval, and a text that says what was measured.
   """
   n, tau = float(matrix_params(c.model)), max(c.overlap.taus)
   mine = [x for x in measured if x.algorithm == c.algorithm]
-  # Where all runs of a size have another M, they say nothing about this M.
+  # If all runs of a size have one other M, they say nothing about this M.
   ran = collections.defaultdict[float, set[int]](set)
   for x in mine:
     ran[x.params].add(x.replicas)
@@ -155,7 +158,7 @@ def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
 
 
 def _around(value: float, known: Sequence[float]) -> tuple[float, float]:
-  """Returns the nearest values below and above; at an end, the last one twice."""
+  """Returns the nearest known values below and above; outside, the nearest twice."""
   low = max((v for v in known if v <= value), default=known[0])
   return low, min((v for v in known if v >= value), default=known[-1])
 
@@ -166,11 +169,11 @@ _LETTERS = {"params": "N", "replicas": "M", "sync_every": "H"}
 def _between(
   some: Sequence[Cell], at: Mapping[str, float]
 ) -> tuple[float, float, list[str]]:
-  """Interpolates over the logarithm of each field, the first one last.
+  """Interpolates over the logarithms of the fields; the last field comes first.
 
   Returns:
-    percent, half, and the fields that are outside of the cells, or between sizes that
-    differ by more than a factor of 10.
+    percent, half, and the fields whose values were not measured: they lie outside the
+    cells, or between two sizes that differ by more than a factor of 10.
   """
   if not at:
     return some[0].percent, some[0].half, []
@@ -178,7 +181,7 @@ def _between(
   known = sorted({getattr(x, name) for x in some})
   low, high = _around(value, known)
   far = not low <= value <= high or (name == "params" and high > 10 * low)
-  if value > high and name != "params":  # The line through the last two goes on.
+  if value > high and name != "params":  # Extrapolates linearly.
     low, high = known[-2:] if known[1:] else (high, high)
   (a, x, left), (b, y, right) = (
     _between([cell for cell in some if getattr(cell, name) == v], dict(rest))
@@ -192,7 +195,7 @@ def _between(
 def settings(c: Config, replicas: Sequence[int]) -> Iterator[Config]:
   """Yields data-parallel and the settings of Streaming DiLoCo that the config allows.
 
-  M and the wire's other fields are the config's, if `replicas` is empty.
+  Fields that do not vary are those of `c`; M is that of `c` if `replicas` is empty.
 
   Raises:
     ConfigError: a number of replicas cannot share the batch.
@@ -209,7 +212,7 @@ def settings(c: Config, replicas: Sequence[int]) -> Iterator[Config]:
     fields |= {"algorithm": "streaming", "overlap.tau": tau, "overlap.taus": ()}
     try:
       yield resolve(changed(c, fields))
-    except ConfigError:  # For example a tau longer than a round, or H than the run.
+    except ConfigError:  # For example, tau is above H, or H is longer than the run.
       continue
 
 
@@ -256,14 +259,15 @@ def every_row(args: Args, base: Workload) -> list[Row]:
   check("sync_time", sync, Range(0))
   rows = list[Row]()
   for one in settings(c, args.get("replicas", ())):
-    # All M share the same total batch. --step_time holds for the config's M; another M
-    # scales the devices and the step time. --chips counts all chips, for every M.
+    # Every M has the same total batch. --step_time holds for the config's M. With
+    # another M, the number of devices changes, and so does the step time. --chips is
+    # the number of all chips, for every M.
     faster = one.replicas / c.replicas if "step_time" in args else 1
     given = {k: args[k] for k in ("latency", "link") if k in args}
     work = arguments.workload(
       {"config": one, "step_time": base.step_time / faster} | given
     )
-    # A link may take more bits than are sent, so the bytes are those of an ideal one.
+    # Links with an efficiency below 1 count more bits than are sent; `ideal` does not.
     ideal = dataclasses.replace(work, link="ideal")
     per_step = (
       sum(bits for bits, _ in ideal.transfers) / 8 / work.whole_plan[0].sync_every
@@ -295,15 +299,15 @@ def run_seconds(c: Config, step: float, sync: float) -> float:
   """Returns the seconds of a run.
 
   Args:
-    step: seconds of a step, with what it waits for the link.
+    step: seconds of a step, including its wait for the link.
     sync: seconds that the syncs of a round compute; data-parallel has none.
   """
   return c.train.steps * (step + (0 if c.one_model else sync / c.sync_every))
 
 
 def efficient(rows: Sequence[Row]) -> list[Row]:
-  """Leaves out rows that another one beats in hours and loss; fastest first."""
-  kept, digits = list[Row](), lambda hours: float(f"{hours:.3g}")  # As `show` prints.
+  """Leaves out rows that another row beats in hours and loss; sorts by hours."""
+  kept, digits = list[Row](), lambda hours: float(f"{hours:.3g}")  # Rounds to 3 digits.
   for row in sorted(
     rows, key=lambda r: (digits(r.hours), r.percent, r.bytes_per_token)
   ):
@@ -325,8 +329,8 @@ def held_out(args: Args) -> list[tuple[float, float]]:
   """Reads the curve: (share of the run's steps, held-out loss), in order.
 
   Raises:
-    ConfigError: there is no curve, or it is of no data-parallel run of the config's
-      model and tokens.
+    ConfigError: there is no curve, or its run is not data-parallel, or has another
+      model or other tokens than the config.
   """
   from diloco.log import read_run  # Imports pandas, which is slow.
 
@@ -341,7 +345,7 @@ def held_out(args: Args) -> list[tuple[float, float]]:
   ours = basis(args["config"].to_dict(), {})
   same = ("train.tokens", *model_fields(ours))
   for field, (value, of_curve) in differing(ours, run.basis, *same).items():
-    if field in same:  # The text of a plan need not be on this machine.
+    if field in same:  # A plan does not need the text on this machine.
       raise ConfigError(
         f"--curve is {args['curve']}, where {field} is {of_curve}, and --config has"
         f" {value}; give a run of the same model and tokens."
@@ -351,7 +355,7 @@ def held_out(args: Args) -> list[tuple[float, float]]:
 
 
 def timed(row: Row, curve: Sequence[tuple[float, float]], target: float) -> Row:
-  """Adds the hours to the target; None where the curve does not fall so far."""
+  """Adds the hours until the target; None if the curve does not fall so far."""
   wanted = target / (1 + row.percent / 100)
   for (a, high), (b, low) in itertools.pairwise(curve):
     if low <= wanted:
@@ -370,7 +374,7 @@ def table(rows: Sequence[Row], args: Args) -> list[str]:
   lines = [head + (f"{'to target':>11}" if has_target else "")]
   for r in rows:
     above = f"{r.percent:+.2f} ± {r.half:.2f}"
-    if abs(r.percent) <= r.half:  # Zero lies inside: the sign is not known.
+    if abs(r.percent) <= r.half:  # Zero lies in the interval: the sign is not known.
       above = f"0 ± {abs(r.percent) + r.half:.2f}" if r.half else "0"
     line = f"{r.gbits:<9g}" if has_rates else ""
     line += f"{r.method:<14}{r.replicas:>3}{r.sync_every:>5}{r.tau:>5} {r.format:<9}"
@@ -384,7 +388,7 @@ def table(rows: Sequence[Row], args: Args) -> list[str]:
 
 
 def advice(rows: Sequence[Row], best: Row | None, args: Args) -> list[str]:
-  """Says what less loss than the recommended row's costs, the rule, and the flags."""
+  """Formats the rule, the cost of a smaller loss, and the recommended flags."""
   if best is None:
     return [f"recommended  none: {nothing(rows, args)}."]
   lines = [f"rule         {rule(args)}"]
@@ -401,14 +405,14 @@ def advice(rows: Sequence[Row], best: Row | None, args: Args) -> list[str]:
 
 
 def rule(args: Args) -> str:
-  """Says how `recommended` chooses."""
+  """Says how `recommended` chooses a row."""
   if "target" in args:
     return f"the fewest hours to a loss of {args['target']:g}"
   return f"the smallest loss of all settings that are busy for {ENOUGH:.0%} of the time"
 
 
 def nothing(rows: Sequence[Row], args: Args) -> str:
-  """Says why no row is recommended, and which one comes nearest."""
+  """Says why no row is recommended, and which row comes nearest."""
   if "target" in args:
     return f"no setting reaches {args['target']:g}; raise --target"
   most = max(rows, key=lambda row: row.utilisation)
@@ -451,7 +455,7 @@ def _points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
 
 
 def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-  """Parses values with commas between them, each once."""
+  """Makes a parser of comma-separated values; equal values count once."""
   return lambda text: list(dict.fromkeys(kind(part) for part in text.split(",")))
 
 

@@ -1,7 +1,7 @@
 """Sites that come and go, as in Decoupled DiLoCo (arXiv 2604.21428).
 
 With `overlap.transport=sites`, which loads this plug-in, every site trains its replicas
-by its own clock, and the sites meet in a folder or a bucket (docs/sites.md). No JAX.
+at its own speed. The sites meet in a folder or a bucket (docs/sites.md). No JAX.
 """
 
 import dataclasses
@@ -26,31 +26,32 @@ class SitesConfig(plugins.Extension):
 
   # K: number of sites, a divisor of M. 0: one site per replica.
   count: Count = 0
-  # Fewest payloads with which a round closes.
+  # Smallest number of payloads with which a round closes.
   quorum: Positive = 1
-  # After the quorum, a round waits for late sites until the first sender needs the
-  # result, tau inner steps after its send (the time of a step is measured). It waits at
-  # most for this many seconds. If tau is 0, it waits for this many.
+  # Longest wait of a round for late sites after the quorum, in seconds. A round waits
+  # only until the first sender needs the result, tau inner steps after its send (the
+  # time of a step is measured). If tau is 0, a round waits for all of grace_s.
   grace_s: NonNegative = 20.0
-  # A round waits for at least so many seconds after the quorum, if grace_s is not
-  # less: networks and machines vary.
+  # Shortest wait of a round after the quorum, in seconds: networks and machines vary
+  # more than short steps last. If grace_s is smaller, a round waits for grace_s.
   least_grace_s: NonNegative = 2.0
   # Seconds that the first site waits for the others before the first round.
   start_s: NonNegative = 300.0
-  # Seconds without a sign of a site after which it counts as gone. If it closed the
-  # rounds, another site then takes its place.
+  # A site counts as gone after so many seconds without a new record. If this site
+  # closed the rounds, another site then takes over.
   lost_s: Wait = 20.0
-  # A payload whose norm is more than so many times the usual one does not count; 0: any
-  # finite payload counts.
+  # A payload does not count if its norm is more than this many times the usual norm. 0:
+  # every finite payload counts.
   most_norm: NonNegative = 10.0
-  # A payload whose mean cosine with the others is less does not count, if there are two
-  # others; -1: any counts. Honest ones may fall below 0 (2501.18512, figure 18: -0.1).
+  # A payload does not count if its mean cosine with at least two other payloads is
+  # smaller than this. -1: every payload counts. Correct payloads may have cosines below
+  # 0 (2501.18512, figure 18: -0.1).
   least_cosine: Cosine = -1.0
-  # Sequences per inner step of this site, all its replicas together. Sites may differ.
-  # 0: its share of train.batch_size.
+  # Sequences per inner step of this site, over all its replicas. Sites may differ. 0:
+  # the site's share of train.batch_size.
   batch_size: Count = 0
   # Share of the group's inner steps that this site trains, evenly spread. A site of
-  # half the speed sets 0.5: it sends in every round, with half the steps.
+  # half the speed sets 0.5: it sends in every round, after half as many steps.
   pace: Pace = 1.0
 
   rules = (

@@ -1,4 +1,4 @@
-"""All rounds of a run, and the part of one site. Follows from the config; no JAX."""
+"""All rounds of a run and one site's part in them, from the config. No JAX."""
 
 import bisect
 import dataclasses
@@ -14,13 +14,13 @@ from diloco.spec import shapes, sizes
 
 @dataclasses.dataclass(frozen=True)
 class Calendar:
-  """The rounds of a run that several sites share; `config` is that of the whole run."""
+  """The rounds of a run of several sites; `config` is the config of the whole run."""
 
   config: Config
 
   @functools.cached_property
   def rounds(self) -> tuple[tuple[int, int], ...]:
-    """Pairs (step t, fragment p) in the order in which they are sent."""
+    """The (step t, fragment p) of every round, in the order of the sends."""
     c, schedule = self.config, self.config.make_schedule()
     fragments = range(schedule.num_fragments)
     found = [
@@ -33,17 +33,17 @@ class Calendar:
 
   @functools.cached_property
   def number(self) -> dict[tuple[int, int], int]:
-    """{(step, fragment): round}."""
+    """The number of each round: {(step, fragment): round}."""
     return {pair: r for r, pair in enumerate(self.rounds)}
 
   @property
   def sites(self) -> int:
-    """K."""
+    """The number of sites, K."""
     return self.config.of(SitesConfig).count or self.config.replicas
 
   @functools.cached_property
   def fragments(self) -> int:
-    """P."""
+    """The number of fragments, P."""
     return len(self.config.make_fragments())
 
   @property
@@ -52,11 +52,11 @@ class Calendar:
 
   @property
   def room(self) -> int:
-    """Closed rounds that a site holds until it merges them; in flight are at most P."""
+    """A site holds at most so many closed, unmerged rounds; at most P are in flight."""
     return 2 * self.fragments + 2
 
   def shards_of(self, site: int) -> list[str]:
-    """Returns the shards of the text that a site reads, as in saved positions."""
+    """Returns the names of the text shards of a site, as in saved positions."""
     n = self.replicas_per_site
     own = range(site * n, (site + 1) * n)
     return [str(shard) for shard in self.config.shards_of(own)]
@@ -69,18 +69,18 @@ class Calendar:
     return self.replicas_per_site * sizes.payload_bytes(c.wire, part_shapes)
 
   def trains(self, step: int) -> bool:
-    """Whether this site trains an inner step; with sites.pace below 1, only some."""
+    """Returns whether this site trains a step; it skips some if sites.pace < 1."""
     return self.trained(step) > self.trained(step - 1)
 
   def trained(self, step: int) -> int:
-    """Counts the inner steps up to `step` that this site trains; the first is one."""
-    # Rounds before the ceiling: 0.1 * 30 is more than 3.
+    """Counts inner steps up to `step` that this site trains; step 1 is always one."""
+    # `round` comes before `ceil`, because 0.1 * 30 is more than 3 in floating point.
     return math.ceil(round(step * self.config.of(SitesConfig).pace, 6))
 
   def step_before(self, number: int) -> int:
-    """Returns the step after which a site goes on that has rounds below `number`.
+    """Returns the step after which a site with the rounds below `number` goes on.
 
-    It lies before the first open round, so that the site sends this round itself.
+    The step lies before the first open round, so that the site sends that round.
     """
     if not number:
       return 0
@@ -92,7 +92,7 @@ class Calendar:
   def steps_behind(
     self, number: int, since: int, left_out: Collection[int] = ()
   ) -> int:
-    """Counts the inner steps of this site behind its payload of a round.
+    """Counts the inner steps that this site's payload of a round contains.
 
     Args:
       number: the round.
@@ -102,8 +102,8 @@ class Calendar:
     step, fragment = self.rounds[number]
     before = (t for t, p in reversed(self.rounds[:number]) if p == fragment)
     begin, end = max(next(before, 0), since), min(step, self.config.train.steps)
-    # The result is 1 if no step lies between a send and the final sync.
     missing = sum(begin < t <= end for t in left_out)
+    # At least 1, even if the site trained no step since the fragment's last send.
     return max(self.trained(end) - self.trained(begin) - missing, 1)
 
   def first_after(self, step: int) -> int:

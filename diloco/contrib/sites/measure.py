@@ -1,7 +1,7 @@
 """Measures the payloads of a round, for `rounds.Outliers`.
 
 A site with wrong numbers may also send a wrong norm. So the holder of the lease decodes
-the payloads that came, and measures what would enter the mean.
+the payloads that came, and measures the outer gradients that would enter the mean.
 """
 
 import dataclasses
@@ -33,7 +33,8 @@ def method_on_cpu(calendar: Calendar) -> Method:
 def measurer(calendar: Calendar) -> Measure:
   """Returns a function that measures the payloads {site: bytes} of a round.
 
-  It runs on a CPU of this process alone, also if the site has several processes.
+  The function runs on a CPU of this process alone, even if the site has several
+  processes.
   """
   sync = method_on_cpu(calendar).sync
   mesh = sync.place.devices
@@ -57,7 +58,7 @@ def measurer(calendar: Calendar) -> Measure:
 def measured(
   products_RxR: np.ndarray, sites: Sequence[int], count: int
 ) -> dict[int, Measured]:
-  """Returns the numbers of some sites' payloads.
+  """Returns the norm and the mean cosine of the payload of each site that has sent.
 
   Args:
     products_RxR: scalar products of the outer gradients of all replicas, site after

@@ -1,7 +1,7 @@
 """The outer step of a closed round, and the outer state as bytes.
 
 Every site runs the same program on a CPU with the same payloads. So all sites hold
-equal outer states; only new sites are sent float32 values.
+equal outer states, and only new sites receive float32 values.
 """
 
 import zlib
@@ -28,17 +28,17 @@ def apply(
 ) -> tuple[PyTree, PyTree, Metrics]:
   """Runs lines 10 and 11 of Algorithm 2 on a CPU, with the payloads of a closed round.
 
-  Payloads are uint8 [replicas of the site, 1, bytes]. In the mean they have
-  the weights of Decoupled DiLoCo (arXiv 2604.21428): tokens x tokens per step.
+  Payloads are uint8 [replicas of the site, 1, bytes]. Their weights in the mean are
+  those of Decoupled DiLoCo (arXiv 2604.21428): tokens x tokens per step.
 
   Args:
-    sync: of a site.
+    sync: how the replicas of a site are synchronised.
     theta, opt_state: outer parameters and optimizer state of the fragment.
 
   Returns:
     New theta, new opt_state, metrics float32 [].
   """
-  if not closed.payloads:  # All were refused.
+  if not closed.payloads:  # All payloads were refused.
     none = jnp.float32(0)
     return theta, opt_state, sync_metrics.of_update(none, none, cosine=None)
   mesh = sync.place.mesh
@@ -46,9 +46,9 @@ def apply(
   weights = np.zeros((calendar.sites, len(payload) // calendar.sites), np.float32)
   most = max(closed.per_step.values(), default=1)
   for site, tokens in closed.tokens.items():
-    # In units of the largest step: sites with equal batches have whole numbers.
+    # In units of the largest tokens per step: weights of equal batches are integers.
     weights[site] = tokens * closed.per_step.get(site, most) / most
-  # With equal weights the plain mean: no bit differs from the other transports.
+  # Equal weights become the plain mean, so that no bit differs from other transports.
   equal = bool((weights == weights[0]).all())
   with jax.set_mesh(mesh):
     return sync.lines_10_11(
@@ -66,9 +66,9 @@ def apply(
 def place(
   sync: Streaming, calendar: Calendar, p: int, payloads: Mapping[int, bytes]
 ) -> jax.Array:
-  """Puts payloads {site: bytes} of fragment p on the CPU, all sites' in their order.
+  """Puts the payloads {site: bytes} of fragment p on the CPU, in the sites' order.
 
-  Absent sites have empty payloads, so that one program serves all counts.
+  Absent sites have payloads of zeros, so that one program serves any number of sites.
   """
   n, *shape = sync.payload(p, fsdp=1).shape
   codes = np.zeros((calendar.sites, n, *shape), np.uint8)
@@ -87,7 +87,7 @@ def digest(theta: PyTree, opt_state: PyTree) -> int:
   """Returns the CRC-32 of a fragment's outer state."""
   sum_ = 0
   for leaf in jax.tree.leaves((theta, opt_state)):
-    sum_ = zlib.crc32(_host(leaf).data, sum_)  # Without a copy of the array.
+    sum_ = zlib.crc32(_host(leaf).data, sum_)  # `.data` copies no array.
   return sum_
 
 
@@ -101,10 +101,10 @@ def from_bytes(data: bytes, state: OuterState) -> OuterState:
   """Reads what `to_bytes` has written.
 
   Args:
-    state: arrays of the same outer state, or their shapes.
+    state: an outer state with arrays of the same shapes, or only the shapes.
 
   Returns:
-    The state with arrays on the CPU, sharded as before, and nothing in flight.
+    The state with new arrays, sharded like the old (on the CPU); nothing in flight.
 
   Raises:
     ValueError: the bytes have another length.

@@ -3,8 +3,8 @@
 python -m diloco replay runs/group
 
 GROUP is the --group of the sites, a folder or a bucket. From the oldest snapshot on,
-every closed round is applied again. The bits of the outer state are compared with those
-of the newer snapshots, and with those that the sites have noted.
+every closed round is applied again. The checksums (CRC-32) of the outer state are
+compared with those of the newer snapshots and with those that the sites have noted.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def replay(args: argparse.Namespace) -> int:
   calendar = Calendar(complete(json.loads(config)))
   method = method_on_cpu(calendar)
   state = outer_state.from_bytes(bytes(found[1]), method.init().outer)
-  # (number of applied rounds, who says so, digests of the outer state)
+  # (number of applied rounds, who noted the digests, digests of the outer state)
   noted = list[tuple[int, str, list[int]]]()
   for name in known:
     if name.endswith(".head") and (head := records.read(storage, f"snapshots/{name}")):

@@ -1,4 +1,4 @@
-"""The link of a site of several processes: process 0 has it and tells the rest.
+"""The link of a site with several processes: process 0 has it and tells the others.
 
 All processes of the site call every method together, in the same order, so that all of
 them merge the same rounds after the same steps.
@@ -16,7 +16,7 @@ from diloco.processes.peers import Peers
 
 
 def _tell(name: str) -> Callable[..., None]:
-  """Makes a method that process 0 alone calls."""
+  """Makes a method that calls the link's method, on process 0 only."""
 
   def method(self: "SharedLink", *args: Any) -> None:
     if self._link:
@@ -26,7 +26,7 @@ def _tell(name: str) -> Callable[..., None]:
 
 
 def _ask(name: str) -> Callable[..., Any]:
-  """Makes a method that process 0 calls, and whose result it tells the others."""
+  """Makes a method that calls the link on process 0; all processes get the result."""
 
   def method(self: "SharedLink", *args: Any) -> Any:
     return self._peers.broadcast(self._link and getattr(self._link, name)(*args))
@@ -82,6 +82,6 @@ class SharedLink:
     return Welcome(number, data, self._bytes(snapshot, size) if size else b"")
 
   def _bytes(self, data: bytes | None, size: int) -> bytes:
-    """Returns the bytes of process 0, which may be many."""
+    """Returns the bytes of process 0 on every process; they may be large."""
     values = np.frombuffer(data or bytes(size), np.uint8)
     return np.asarray(multihost_utils.broadcast_one_to_all(values)).tobytes()

@@ -1,10 +1,11 @@
 """A site's part of Algorithm 2: sends its payloads, merges the rounds of the group.
 
-A site runs its inner steps by its own clock. After step t it sends its payload of the
-round that is due, and after step t + tau it merges that round as the group closed it. A
-site that finds rounds closed beyond its own step was late: it merges them all,
-takes the group's step count, and goes on from there. A site with bad numbers sends
-nothing, or is refused; it goes on with the group's parameters.
+A site runs its inner steps at its own speed. After step t it sends its payload of the
+round that is due. After step t + tau it merges that round: the payloads with which the
+group closed the round. A site is late if the group has closed rounds beyond the site's
+own step. A late site merges all these rounds and goes on at the group's step. A site
+with bad numbers sends nothing, or its payload is refused; in both cases it goes on with
+the group's parameters.
 """
 
 import dataclasses
@@ -44,9 +45,9 @@ class SitePart:
   """A site's part of a run, for `diloco.train.train`.
 
   Attributes:
-    config: of the whole run, as if all sites had this site's batch.
+    config: config of the whole run, as if all sites had this site's batch size.
     index: number of the site.
-    link: to the group.
+    link: the link to the group.
     peers: the processes of this site.
     first_replica: number of the site's first replica.
   """
@@ -68,7 +69,7 @@ class SitePart:
 
 
 def make_part(c: Config, index: int, address: str) -> Callable[[Peers], SitePart]:
-  """Finds what is wrong before JAX starts, and before anything of a group changes.
+  """Checks the site and its group before JAX starts; prepares the site's part.
 
   Args:
     c: config of the whole run.
@@ -76,7 +77,8 @@ def make_part(c: Config, index: int, address: str) -> Callable[[Peers], SitePart
     address: folder or bucket of the group.
 
   Returns:
-    A function of the processes of the site, which prepares it; process 0 has the link.
+    A function that makes the site's part from the processes of the site. Only process 0
+    has a link to the group.
 
   Raises:
     ConfigError: there is no such site, or the group has another config.
@@ -99,9 +101,9 @@ class Site(Method):
   """Trains like any method, and exchanges payloads with its group.
 
   Attributes:
-    part: which site this is, and its link.
-    batches: follow the site's step.
-    stop: knows whether a signal came, so that the site must not wait for others.
+    part: number and link of this site.
+    batches: the site's batches.
+    stop: knows whether a signal came. If so, the site must not wait for others.
   """
 
   part: SitePart
@@ -112,24 +114,24 @@ class Site(Method):
     self._link, self._calendar = self.part.link, Calendar(self.part.config)
     self._applied = 0  # Rounds below this number are in the site's outer state.
     self._taken = 0  # All replicas have merged the rounds below this number.
-    self._since = 0  # The last step that was taken over from the group.
+    self._since = 0  # The last step at which the group's state was taken over.
     self._left_out = set[int]()  # Steps that the site does not train; see `_leave_out`.
     # {round that this site has sent and not merged: compressor state before the send}
     self._pending = dict[int, PyTree]()
     self._ready = False
-    # A thread updates the outer state while the devices train. Several processes must
-    # receive together, so they update it when a round is due.
+    # A thread updates the outer state while the devices train. But several processes
+    # must receive together, so they update the outer state only when a round is due.
     self._background = self.part.peers.count == 1
     self._jobs = Jobs(self._background)
     self._waited_s = 0.0
-    self._events = list[Event]()  # Events of the current `outer` or `drain`.
-    # For the summary: rounds that this site merged, those in which its payload counted,
-    # its payloads that came too late, steps of the group that it did not train, and how
-    # often it began again because of bad numbers.
+    self._events = list[Event]()  # Events of the current call of `outer` or `drain`.
+    # For the summary: rounds that this site merged, rounds in which its payload
+    # counted, its payloads that came too late, steps of the group that it did not
+    # train, and the number of calls of `_restore`.
     names = ("rounds", "contributed", "lost", "skipped_steps", "restored")
     self._account = dict.fromkeys(names, 0)
     self._absent = list[int]()  # Sites that have sent nothing in the whole run.
-    # The step of the last restore, until a payload of this site counts again.
+    # The step of the last `_restore`, until a later payload of this site counts.
     self._restored_at: int | None = None
 
   def account(self, summary: Json) -> Json:
@@ -149,9 +151,9 @@ class Site(Method):
     }
 
   def recovers(self, t: int) -> bool:
-    """Returns whether the group's parameters cure bad numbers after step t.
+    """Returns whether the group's parameters can cure bad numbers after step t.
 
-    They do not if no payload of the site has counted since they did.
+    They cannot if no payload of the site has counted since the last `_restore`.
     """
     return self._restored_at is None or t <= self._restored_at
 
@@ -162,16 +164,16 @@ class Site(Method):
     """Joins the group with the site's own checkpoint of step t, or its first state.
 
     Raises:
-      ConfigError: another process is this site, or the group is of another run.
+      ConfigError: another process runs this site, or the group is of another run.
     """
     calendar, taus = self._calendar, self.sync.schedule.taus
     self._applied = self._taken = calendar.first_after(t - min(taus))
     welcome = self._link.join(self._applied, outer_state.digests(state.outer))
     place = self._find_text(t, welcome.data)
     if not welcome.snapshot:
-      self._offer(state)  # The first site's is the group's.
-      # Goes back to the step before the first open round: the site must train these
-      # steps again to send that round.
+      self._offer(state)  # The first site's outer state becomes the group's.
+      # Goes back to the step before the first open round: the site must train
+      # again from there to send that round.
       step = calendar.step_before(self._link.newest()[1])
       return (step, _at_step(state, step)) if t > step > 0 else (t, state)
     step = self._since = calendar.step_before(welcome.round)
@@ -184,9 +186,9 @@ class Site(Method):
     return step, _at_step(self._take(state, welcome), step)
 
   def _find_text(self, t: int, recorded: Json) -> str:
-    """Goes to the recorded positions of later steps than t; returns a description.
+    """Goes to the text positions that the group recorded after step t, and names them.
 
-    A bad position ends no site: it goes on where its checkpoint is.
+    If a position is bad, the site goes on at the position of its checkpoint.
     """
     before = self.batches.get_state()
     try:
@@ -200,16 +202,16 @@ class Site(Method):
     return "its own position"
 
   def _offer(self, state: TrainState) -> None:
-    """Gives the link the outer state, from which newcomers may start."""
+    """Gives the link the outer state, from which new sites may start."""
     outer = state.outer
     make = lambda: (outer_state.digests(outer), outer_state.to_bytes(outer))
     self._link.offer(self._applied, make)
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    """Runs lines 6 to 12 after inner step t, and after later steps that are skipped.
+    """Runs lines 6 to 12 of Algorithm 2 after step t, and after later skipped steps.
 
-    A late site takes the group's step. It sends and merges after all steps of the
-    group, also after those that it does not train.
+    A late site goes to the group's step. A site sends and merges after every step of
+    the group, also after the steps that it does not train.
     """
     self._events, first = [], t
     t, state = self._outer(t, state)
@@ -227,11 +229,11 @@ class Site(Method):
   def _leave_out(self, t: int) -> None:
     """Leaves out the next step after t that the site would train.
 
-    A site that was late does so. Otherwise it would stay behind by the time that a
-    closed round needs to reach it.
+    A late site does this. Otherwise it would stay behind the group by the time that a
+    closed round needs to reach the site.
     """
     step = next(filter(self._calendar.trains, itertools.count(t + 1)))
-    since = t - self._calendar.config.sync_every  # Payloads hold no earlier steps.
+    since = t - self._calendar.config.sync_every  # No new payload has older steps.
     self._left_out = {step, *(s for s in self._left_out if s > since)}
 
   def _outer(self, t: int, state: TrainState) -> tuple[int, TrainState]:
@@ -260,7 +262,7 @@ class Site(Method):
     self._events = []
     state = self._drain(t, state)
     if self._applied < len(self._calendar.rounds):  # A signal came.
-      raise Stopped(late=True, events=self._events)  # The last checkpoint is older.
+      raise Stopped(late=True, events=self._events)  # This state is not saved.
     self._absent = self._link.absent()
     return state, self._events
 
@@ -282,7 +284,7 @@ class Site(Method):
     """Leaves the group.
 
     Raises:
-      ConfigError: the run is finished, but not that of all replicas.
+      ConfigError: the run is finished, but some sites were in no closed round.
     """
     self._jobs.close()
     self._link.leave(reason)
@@ -297,10 +299,11 @@ class Site(Method):
       )
 
   def _send(self, t: int, p: int, state: TrainState) -> TrainState:
-    """Lines 7 and 8; the outer step of the round waits for the group in the background.
+    """Runs lines 7 and 8; starts the round's outer step, which waits for the group.
 
-    That of a round that this site does not send begins here, too: the thread takes the
-    rounds in their order, and none waits for a later one.
+    The outer step waits in the background. It starts here even if this site sends no
+    payload: the thread takes the rounds in their order, so no round waits for a later
+    round.
     """
     number = self._calendar.number[t, p]
     state = self._payload(t, p, number, state)
@@ -310,7 +313,7 @@ class Site(Method):
     return state
 
   def _payload(self, t: int, p: int, number: int, state: TrainState) -> TrainState:
-    """Lines 7 and 8; nothing if the round is closed or the site just began again."""
+    """Runs lines 7 and 8, unless the round is closed or the site was just restored."""
     sync, outer = self.sync, state.outer
     if self._restored_at == t:
       return state
@@ -318,7 +321,7 @@ class Site(Method):
       if number >= self._applied:  # The group did not wait for this site.
         self._miss(t)
       return state
-    before = jax.tree.map(jnp.copy, outer.codec_state[p])  # `send` donates its own.
+    before = jax.tree.map(jnp.copy, outer.codec_state[p])  # `send` donates the state.
     arrays = (state.params, outer.theta[p], outer.codec_state[p])
     first = self.part.first_replica
     payload, codec_state, metrics = unsharded.send(sync, t, p, *arrays, first)
@@ -341,7 +344,7 @@ class Site(Method):
   def _arrivals(
     self, t: int, state: TrainState, last_send: int | None = None
   ) -> tuple[TrainState, bool]:
-    """Lines 9 to 12; the flag says whether all rounds that were due have come."""
+    """Runs lines 9 to 12; the flag says whether all rounds that were due have come."""
     schedule = self.sync.schedule
     for p, mask in schedule.arrivals(t, last_send):
       sent_at = t - min(tau for tau, now in zip(schedule.taus, mask) if now)
@@ -362,7 +365,7 @@ class Site(Method):
   def _receive(
     self, t: int, number: int, state: TrainState, mask: tuple[bool, ...] | None = None
   ) -> TrainState:
-    """Lines 10 to 12 with all closed rounds up to `number`, in their order.
+    """Runs lines 10 to 12 with all closed rounds up to `number`, in their order.
 
     Args:
       mask: the replicas that merge; None: all.
@@ -378,7 +381,7 @@ class Site(Method):
     return dataclasses.replace(state, params=params_M)
 
   def _update(self, t: int, number: int, state: TrainState) -> TrainState:
-    """Lines 10 and 11 with one closed round."""
+    """Runs lines 10 and 11 with one closed round."""
     p, outer = self._calendar.rounds[number][1], state.outer
     job = functools.partial(self._outer_step, number)
     closed, digest, (theta, opt_state, metrics) = self._jobs.finish(
@@ -396,7 +399,8 @@ class Site(Method):
       self._miss(t)
       # Error feedback: restores the error to its value before the lost payload.
       state = _with_codec_state(state, p, before)
-    # To check a run later: the round, the number of its sites, whether this one counts.
+    # For checks after the run: the round, the number of its sites, whether this site's
+    # payload counts.
     more: Metrics = {
       "round": np.asarray(number),
       "sites": np.asarray(len(closed.tokens)),
@@ -413,14 +417,14 @@ class Site(Method):
   def _outer_step(
     self, number: int, theta: PyTree, opt_state: PyTree
   ) -> tuple[Closed, int, tuple[PyTree, PyTree, Metrics]]:
-    """Waits for a closed round, and runs its outer step; returns a digest, too."""
+    """Waits until a round is closed, and runs its outer step; also returns a digest."""
     self._link.wait_until(number, lambda: False)
     closed, sync = self._link.closed(number), self.sync
     found = outer_state.apply(sync, self._calendar, closed, theta, opt_state)
     return closed, outer_state.digest(*found[:2]), found
 
   def _miss(self, t: int) -> None:
-    """Counts a round that closed without this site; the next ones may wait again."""
+    """Counts a round that closed without this site; announces the site's next round."""
     self._account["lost"] += 1
     self._leave_out(t)
     self._link.ready(self._calendar.first_after(t))
@@ -428,8 +432,8 @@ class Site(Method):
   def _restore(self, t: int, state: TrainState, reason: str) -> TrainState:
     """Begins again after step t with the group's parameters, because of bad numbers.
 
-    The inner optimizer and the compressor begin with fresh states. What is in flight
-    still counts, unless it is refused.
+    The inner optimizer and the compressor begin with fresh states. Payloads in flight
+    still count, unless they are refused.
     """
     self._print(f"goes on at step {t} with the group's parameters: {reason}.")
     self._account["restored"] += 1
@@ -443,9 +447,9 @@ class Site(Method):
     return _at_step(dataclasses.replace(fresh, outer=outer), t)
 
   def _catch_up(self, t: int, state: TrainState) -> tuple[int, TrainState]:
-    """Merges the rounds that closed beyond step t, and takes the group's step."""
+    """Merges the rounds that closed beyond step t, and goes to the group's step."""
     rounds = self._calendar.rounds
-    while (published := self._link.newest()[1]) > self._applied:  # Others go on.
+    while (published := self._link.newest()[1]) > self._applied:  # More may close.
       if rounds[published - 1][0] <= t:
         break
       # The link has no room for more rounds before these are applied.
@@ -461,7 +465,7 @@ class Site(Method):
     self._print(f"was late: goes on at step {step} instead of {t}.")
     self._account["skipped_steps"] += step - t
     self._since = step
-    self._leave_out(step)  # The others have gone on since.
+    self._leave_out(step)  # Meanwhile the other sites have trained on.
     self._link.ready(self._calendar.first_after(step))
     return step, _at_step(state, step)
 
@@ -490,5 +494,5 @@ def _with_codec_state(state: TrainState, p: int, codec_state: PyTree) -> TrainSt
 
 
 def _at_step(state: TrainState, t: int) -> TrainState:
-  """Sets the count of the learning rate's schedule; moments keep their own counts."""
+  """Sets the step of the learning rate schedule to t; moments keep their own counts."""
   return dataclasses.replace(state, opt_state=at_step(state.opt_state, t))

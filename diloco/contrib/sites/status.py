@@ -1,4 +1,4 @@
-"""Shows how the rounds of several sites go on, from the files of their group."""
+"""Shows the progress of the rounds of several sites, from the files of their group."""
 
 import collections
 import contextlib
@@ -19,10 +19,10 @@ _ROUND_S = 30  # Assumed seconds of a round: headers of rounds have no times.
 
 
 def of_group(folder: pathlib.Path, now: float) -> Status:
-  """Reads how the rounds of a group go on."""
+  """Reads the progress of the rounds of a group."""
   config, by_number = read_config(folder), history(Folder(folder))
   newest = folder / FOLDER
-  for path in sorted(newest.glob("*.round")):  # Those that no snapshot has yet.
+  for path in sorted(newest.glob("*.round")):  # Rounds that no snapshot has yet.
     if header := _header(path):
       by_number[header["round"]], newest = header, path
   rounds = [by_number[r] for r in sorted(by_number, reverse=True)]

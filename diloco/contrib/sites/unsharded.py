@@ -1,8 +1,8 @@
-"""Codes the payloads of a site as if each of its replicas lay on one device.
+"""Encodes the payloads of a site as if each of its replicas were on one device.
 
 So the bytes do not depend on how fsdp shards a replica: sites with different numbers of
-devices train together, and a site may go on with other devices. The first device of a
-replica gathers the fragment, and runs the program of a site without fsdp.
+devices can train together, and a site may go on with other devices. The first device of
+a replica gathers the fragment, and runs the program of a site without fsdp.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def send(
   codec_state: PyTree,
   first: int,
 ) -> tuple[jax.Array, PyTree, Metrics]:
-  """Lines 7 and 8 for fragment p after step t, as `Streaming.encode` does.
+  """Runs lines 7 and 8 for fragment p after step t, like `Streaming.encode`.
 
   Returns:
     Payload uint8 [M, 1, bytes]; new codec_state, sharded as before; metrics.

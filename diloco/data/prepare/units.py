@@ -1,7 +1,7 @@
-"""Units of work for several processes; each unit makes one file, whole or not at all.
+"""Runs units of work in several processes. A unit makes one file, whole or not at all.
 
-A file gets its name only when it is complete and on disk. So after a kill at any moment
-every file that exists is whole, and the same command makes the others.
+A file gets its name only when it is complete and on disk. If the command is killed at
+any moment, every existing file is whole, and the same command makes the missing files.
 """
 
 import concurrent.futures
@@ -18,7 +18,7 @@ from diloco.errors import ConfigError
 from diloco.util.bar import make_bar
 from diloco.util.files import try_lock
 
-# {file: the pieces of a source that become this file}
+# {path of a file: the pieces of a source from which the file is made}
 Units: TypeAlias = Mapping[pathlib.Path, list[Piece]]
 
 
@@ -31,15 +31,15 @@ def run_units(
   """Makes the files that are missing, with a progress bar in bytes.
 
   Args:
-    make: makes a file of its pieces. Other processes run it, so it must be a
-      module-level function or a `functools.partial` of one.
-    units: all units.
+    make: function that makes a file from its pieces. Other processes call it, so it
+      must be a module-level function or a `functools.partial` of such a function.
+    units: all units, finished units included.
     workers: number of processes.
     title: title of the progress bar.
 
   Raises:
     ConfigError: a process was killed.
-    Exception: the first that a unit raised. Finished files stay.
+    Exception: the first exception that a unit raised. Finished files stay.
   """
   sizes = {path: sum(p.size for p in pieces) for path, pieces in units.items()}
   missing = [path for path in units if not path.is_file()]
@@ -60,7 +60,7 @@ def run_units(
         f"A process of --workers={workers} was killed, perhaps because memory ran out;"
         " start the same command again to continue."
       ) from error
-    except BaseException:  # Ctrl-C too: do not wait for units in progress.
+    except BaseException:  # Even after Ctrl-C, ends the units that are in progress.
       for process in set(multiprocessing.active_children()) - others:
         process.terminate()
       raise

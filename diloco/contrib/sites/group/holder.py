@@ -1,7 +1,7 @@
 """Closes the rounds of a group while this site has the lease. No JAX.
 
-The holder looks at what the sites have written, tells `Rounds`, and writes the rounds
-that may close.
+The holder reads the files of all sites, tells `Rounds` what is new, and writes the
+rounds that may close.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from diloco.util.storage import Storage
 
 @dataclasses.dataclass
 class Seen:
-  """What the holder has seen of a site.
+  """What the holder of the lease knows of a site's files.
 
   Attributes:
     record: the site's newest record; None before there is one.
     looked: whether the holder has looked for a record.
     changed_at: when the record changed last.
-    session: of the process that is in; "": none is.
-    ready: the record's `ready` that `Rounds` knows.
-    refused: rounds for which this site sent a payload that cannot be read.
+    session: name of the site's process that takes part; "": no process takes part.
+    ready: the record's `ready` that `Rounds` was told last.
+    refused: rounds for which this site sent an invalid payload.
   """
 
   record: Record | None = None
@@ -46,7 +46,7 @@ class Holder:
 
   Attributes:
     started: whether the group has begun.
-    inside: number of the sites that are there.
+    inside: number of the sites that take part now.
   """
 
   def __init__(
@@ -67,17 +67,17 @@ class Holder:
     """
     c = calendar.config
     self._storage, self._journal, self._config = storage, journal, c.of(SitesConfig)
-    # Without what this site has of its own, which must not bound the others.
+    # Without this site's own fields, which must not limit the other sites.
     fields = {"sites.pace": 1.0, "sites.batch_size": 0}
     self._calendar = Calendar(changed(c, fields))
     self._print = lambda line: print_line(f"Group: {line}")
     self.started, self.inside = started or journal.closed > 0, 0
     self._seen = {site: Seen() for site in range(calendar.sites)}
-    self._payloads = dict[tuple[int, int], Payload]()  # By open round and site.
+    self._payloads = dict[tuple[int, int], Payload]()  # {(open round, site): payload}
     self._first_ready = math.inf
 
   async def close_rounds(self, measure: Measure, goes_on: Callable[[], bool]) -> None:
-    """Closes rounds until this site loses the lease, or another one has closed one.
+    """Closes rounds until this site loses the lease, or another site closes a round.
 
     Args:
       measure: measures the payloads of a round; runs in a thread.
@@ -106,7 +106,7 @@ class Holder:
       await asyncio.sleep(self._storage.poll_s)
 
   def _start(self) -> tuple[Rounds, Outliers]:
-    """Begins with what the group has done lately."""
+    """Makes the open rounds and the usual norms from the last closed rounds."""
     sites, c = self._config, self._calendar.config
     steps = [t for t, _ in self._calendar.rounds if t <= c.train.steps]
     tau = min(c.overlap.taus)
@@ -123,12 +123,12 @@ class Holder:
     return rounds, outliers
 
   async def _look(self, rounds: Rounds, site: int) -> None:
-    """Takes what is new of a site."""
+    """Reads a site's record, and takes its new payloads."""
     seen, now = self._seen[site], time.monotonic()
     args = (self._storage, self._calendar, site)
     record = await asyncio.to_thread(records.read_record, *args) or seen.record
     if record != seen.record:
-      # What is there at the first look may be of a process that has ended.
+      # A record at the first look may come from a process that has ended.
       seen.changed_at = now if seen.looked else -math.inf
       seen.record = record
     seen.looked = True
@@ -137,7 +137,7 @@ class Holder:
       await self._take(rounds, site, record["sent"])
 
   def _come_or_go(self, rounds: Rounds, site: int, is_fresh: bool) -> None:
-    """Tells `Rounds` whether a site is there, and which rounds it will send."""
+    """Tells `Rounds` whether a site takes part, and which rounds it will send."""
     seen, record = self._seen[site], self._seen[site].record
     is_in = bool(is_fresh and record and not record["reason"])
     if seen.session and not (is_in and record and seen.session == record["session"]):
@@ -152,7 +152,7 @@ class Holder:
       rounds.join(site)
       self._count(f"Site {site} is in")
     if record["ready"] is not None and record["ready"] != seen.ready:
-      # Of a site that was there before this holder, open rounds are here already.
+      # A site that came before this holder may already have sent open rounds.
       sent = record["sent"] if seen.ready is None else []
       rounds.ready(site, min([record["ready"], *sent]))
       seen.ready = record["ready"]
@@ -163,7 +163,7 @@ class Holder:
     self._print(f"{line}: {self.inside} of {self._calendar.sites}.")
 
   def _begin(self, rounds: Rounds) -> None:
-    """Starts the group when all sites are ready, or when the first waited enough."""
+    """Starts the group when all are ready, or when the first site waited start_s."""
     if self.started:
       return
     sites, count = self._config, self._calendar.sites
@@ -184,7 +184,7 @@ class Holder:
       name = records.payload_of(r, site)
       found = await asyncio.to_thread(records.read, self._storage, name)
       if not found:
-        continue  # It is not there in whole yet.
+        continue  # The file is still missing or incomplete.
       try:
         payload = records.check_payload(self._calendar, r, site, *found)
       except ValueError as error:

@@ -1,8 +1,8 @@
-"""The closed rounds of a group: a file for each, which is written once. No JAX.
+"""The closed rounds of a group: one file per round, written once. No JAX.
 
-These files decide which rounds are closed. A holder of the lease that finds a round
-there takes it as it is. Each snapshot of the outer state deletes old rounds; its file
-`.head` keeps their headers for ever.
+These files decide which rounds are closed. If a holder of the lease finds the file of a
+round, it takes that round as it is. After a snapshot of the outer state, old rounds
+are deleted; the file `.head` of the snapshot keeps their headers for ever.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from diloco.util.storage import Storage
 from diloco.util.types import Json
 
 FOLDER = "journal"
-# What values of another kind than expected lead to.
+# Exceptions that values of an unexpected kind cause.
 _DAMAGE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
-_RECENT = 2  # Rounds in memory, with their payloads.
+_RECENT = 2  # Number of rounds that stay in memory with their payloads.
 
 
 class Closed(NamedTuple):
@@ -29,13 +29,13 @@ class Closed(NamedTuple):
     round: its number.
     fragment: the fragment p.
     step: the inner step t after which the fragment was sent.
-    tokens: {site: tokens behind each of its replicas' payloads}, ascending sites; its
-      keys are the members.
+    tokens: {site: tokens on which each of its replicas trained for the payload}, in
+      ascending order; the keys are the members.
     payloads: {site: bytes of uint8 [replicas of the site, 1, bytes]}.
     per_step: {site: tokens of one of its replicas' inner steps}; {}: all are equal.
     late: the sites that were expected and did not send.
     refused: the sites whose payloads came in time, but had bad numbers.
-    measured: the numbers of all payloads that came in time, refused ones too.
+    measured: norm and cosine of all payloads that came in time, also if refused.
     waited_s: seconds between the quorum and the closing.
     data: {shard: [step, position in its text]} that the members sent along.
   """
@@ -54,13 +54,13 @@ class Closed(NamedTuple):
 
 
 def header_of(closed: Closed) -> Json:
-  """Returns a round as JSON values, with the sizes of its payloads."""
+  """Returns a round as JSON values, with sizes in place of its payloads."""
   sizes = {site: len(data) for site, data in closed.payloads.items()}
   return closed._asdict() | {"payloads": sizes}
 
 
 def closed_of(header: Json, body: bytes | memoryview) -> Closed:
-  """Makes a round of its header and its payloads, one after the other."""
+  """Makes a round from its header and its concatenated payloads."""
   by_site = lambda name: {int(site): x for site, x in header[name].items()}
   payloads, start = dict[int, bytes](), 0
   for site, size in by_site("payloads").items():
@@ -80,7 +80,7 @@ class Journal:
   Attributes:
     first: rounds below this number may be deleted.
     closed: rounds below this number are closed.
-    data: {shard: [step, position in its text]} of these rounds.
+    data: {shard: [step, position in its text]} from the closed rounds.
     headers: {round: its header}, of the rounds from `first` on that this site has seen.
   """
 
@@ -90,29 +90,29 @@ class Journal:
     self._recent = dict[int, Closed]()
 
   def begin(self, number: int, head: Json) -> None:
-    """Begins with the head of a snapshot after `number` rounds, unless it has more."""
+    """Takes the head of a snapshot after `number` rounds, unless more are known."""
     if number > self.closed:
       self.closed, self.data = number, dict(head["data"])
       self.headers |= {header["round"]: header for header in head["rounds"]}
 
   def head(self, digests: list[int], since: int, until: int) -> Json:
-    """Returns the head of a snapshot.
+    """Returns the head of a snapshot: digests, text positions, headers of new rounds.
 
     Args:
       digests: of the outer state; see `records.Record`.
-      since: the number of rounds of the snapshot before.
-      until: that of this snapshot.
+      since: number of closed rounds at the previous snapshot.
+      until: number of closed rounds at this snapshot.
     """
     rounds = [self.headers[r] for r in range(since, until) if r in self.headers]
     return {"digests": digests, "data": self.data, "rounds": rounds}
 
   def advance(self) -> None:
-    """Finds the rounds that have closed since."""
+    """Reads the rounds that have closed since the last call."""
     while closed := self.find(self.closed):
       self._note(closed)
 
   def find(self, number: int) -> Closed | None:
-    """Returns a round; None if it is not there in whole."""
+    """Returns a round; None if its file is missing or damaged."""
     if number in self._recent:
       return self._recent[number]
     found = read(self._storage, path_of(number))
@@ -121,7 +121,7 @@ class Journal:
     return None
 
   def write(self, closed: Closed) -> bool:
-    """Closes a round; returns False if it is closed, perhaps with other payloads."""
+    """Closes a round; False: it was closed already, perhaps with other payloads."""
     data = pack(header_of(closed), *closed.payloads.values())
     if not self._storage.create(path_of(closed.round), data):
       return False
@@ -129,13 +129,13 @@ class Journal:
     return True
 
   def forget(self, first: int) -> None:
-    """Takes over that the rounds below a number may be deleted."""
+    """Forgets the headers of rounds below `first`, whose files may be deleted."""
     self.first = max(self.first, first)
     for number in [r for r in [*self.headers] if r < self.first]:
       self.headers.pop(number, None)
 
   def _note(self, closed: Closed) -> None:
-    # As if it was read from a file: the keys of sites are strings in all headers.
+    # As if read from a file: in all headers, the keys of sites are strings.
     self.headers[closed.round] = json.loads(json.dumps(header_of(closed)))
     self._recent[closed.round] = closed
     self._recent.pop(closed.round - _RECENT, None)
@@ -168,5 +168,5 @@ def head_of(number: int) -> str:
 
 
 def state_of(number: int) -> str:
-  """Names the outer state of this snapshot."""
+  """Names the outer state of the snapshot after `number` rounds."""
   return f"snapshots/{number:09d}.state"

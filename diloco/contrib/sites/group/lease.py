@@ -1,4 +1,4 @@
-"""Which site closes the rounds: the one that has the lease. No I/O, no JAX.
+"""The lease: the site that has the lease closes the rounds. No I/O, no JAX.
 
 The holder of the lease changes a counter in a file again and again. A site that sees no
 change for some seconds of its own clock claims the lease. No clocks are compared, so it
@@ -29,21 +29,21 @@ class Lease:
     """Starts without a lease.
 
     Args:
-      name: of this process, random.
+      name: a random name of this process.
       lost_s: seconds without a change after which a site claims the lease.
     """
     self.held, self.seen, self.beat_s = False, Json(), lost_s / _BEATS
     self._name, self._lost_s = name, lost_s
-    self._term = 0  # Of this site's claim; 0: it has none.
+    self._term = 0  # The number of this site's claim; 0: no claim.
     self._claimed_at = self._beat_at = self._changed_at = 0.0
     self._patience = 1.0
 
   def observe(self, found: Json | None, now: float) -> None:
-    """Takes the record that is there, if any."""
+    """Takes the record that was read from the storage, if any."""
     if not self._changed_at:
       self._renew(now)
     if not found or not _is_record(found) or _rank(found) < _rank(self.seen):
-      return  # A former holder woke up and wrote: the holder will write again.
+      return  # A former holder woke up and wrote; the new holder will write again.
     if _rank(found) != _rank(self.seen):
       self._renew(now)
     self.seen = dict(found)
@@ -72,12 +72,12 @@ class Lease:
     return self.seen
 
   def leave(self) -> Json:
-    """Returns the last record of a holder, which another site follows at once."""
+    """Returns the last record of a holder; another site then claims the lease soon."""
     self.held = False
     return self.seen | {"beat": self.seen["beat"] + 1, "left": True}
 
   def _renew(self, now: float) -> None:
-    # Not all sites claim the lease at the same moment.
+    # A random wait: not all sites claim the lease at the same moment.
     self._changed_at, self._patience = now, random.uniform(1.0, 1.5)
 
 
@@ -89,5 +89,5 @@ def _is_record(found: Json) -> bool:
 
 
 def _rank(record: Json) -> tuple[int, str, int]:
-  """Orders records: of two that claim at once, one goes before the other."""
+  """Returns the rank of a record: of two claims at the same time, one ranks higher."""
   return record.get("term", 0), record.get("name", ""), record.get("beat", -1)

@@ -4,15 +4,15 @@ One thread writes the site's payloads and its record, and reads the closed round
 the site has the lease, the thread also closes the rounds of the group (`holder.py`).
 
   config.json            config of the run
-  lease                  who closes rounds, and what is kept (`lease.py`)
+  lease                  which site closes rounds; which rounds are kept (`lease.py`)
   sites/K                whether site K is there, and what it has sent (`records.py`)
   payloads/ROUND.site-K  a payload, until its round is closed
   journal/ROUND.round    a closed round (`journal.py`)
-  snapshots/ROUND.state  the outer state before a round, for newcomers
-  snapshots/ROUND.head   its digests, and the rounds since the snapshot before
+  snapshots/ROUND.state  the outer state before a round, for new sites
+  snapshots/ROUND.head   digests of that state, headers since the previous snapshot
 
 Sites ask for files by their names, which follow from the numbers of rounds and sites.
-So nothing waits for a listing; listings only find what may be deleted.
+So nothing waits for a listing; listings only find files that may be deleted.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ from diloco.util.storage import Storage
 from diloco.util.types import Json
 from diloco.wire.transport import ExchangeFailed
 
-_KEPT = 64  # Rounds whose digests are kept, for a site that comes back.
-_QUIET_S = 5.0  # A file system that fails for less is not worth a line.
+_KEPT = 64  # Number of rounds whose digests are kept, for a site that comes back.
+_QUIET_S = 5.0  # Shorter failures of the file system print no line.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Welcome:
 
   Attributes:
     round: the first round that the site will receive.
-    data: {shard: [step, position in its text]}, as they were recorded.
-    snapshot: the group's outer state as bytes; empty if the site's own is right.
+    data: {shard: [step, position in its text]}, from the closed rounds.
+    snapshot: the group's outer state as bytes; empty if the site's own state is right.
   """
 
   round: int
@@ -59,7 +59,7 @@ class Link:
   """The link of one site.
 
   Attributes:
-    inside: sites that were there when the holder of the lease looked last.
+    inside: number of sites that the holder of the lease saw when it looked last.
   """
 
   def __init__(
@@ -71,10 +71,10 @@ class Link:
     measure: Measure,
     print_line: Callable[[str], None],
   ):
-    """Prepares the link; `join` begins.
+    """Prepares the link; `join` starts it.
 
     Args:
-      storage, address: the files of the group, and their place for messages.
+      storage, address: the files of the group, and their address, for messages.
       calendar: all rounds.
       site: number of this site.
       measure: measures the payloads of a round, if this site closes it.
@@ -84,43 +84,43 @@ class Link:
     self._storage, self._address, self._calendar = storage, address, calendar
     self._site, self._measure, self._print = site, measure, print_line
     self._lost_s = calendar.config.of(SitesConfig).lost_s
-    self._name = secrets.token_hex(8)  # Of this process.
+    self._name = secrets.token_hex(8)  # A random name of this process.
     self._journal, self._lease = Journal(storage), Lease(self._name, self._lost_s)
     self._changed = threading.Condition()
     self._thread: threading.Thread | None = None
     self._error: Exception | None = None
     self._started = self._leaving = False
     self._reason = "gone"
-    # What the training thread has: applied rounds, and their digests.
+    # Rounds that this site had applied when it joined, and digests of its outer state.
     self._own: tuple[int, list[int]] = 0, []
     self._welcome: Welcome | None = None  # Until the training thread takes it.
     self._known = False  # Whether there was a welcome.
     self._closed = dict[int, Closed]()
     self._first = self._next = 0  # The first and the next round to receive.
     self._outgoing = dict[int, bytes]()  # Files with payloads of open rounds.
-    self._sent = set[int]()  # Those that are in the storage.
+    self._sent = set[int]()  # Open rounds whose payload is in the storage.
     self._ready: int | None = None  # The last argument of `ready`.
     # {number of applied rounds: a CRC-32 of each fragment's outer state}
     self._digests = dict[int, list[int]]()
     self._offered: tuple[int, list[int], bytes] | None = None
-    self._checked: int | None = None  # The last snapshot that was compared.
-    self._record: Record | None = None  # What this site wrote last, and when.
+    self._checked: int | None = None  # The snapshot that `_compare` checked last.
+    self._record: Record | None = None  # The last record of this site, and its time.
     self._record_at, self._beats = 0.0, 0
-    # The process that was this site before, and the last that it had written.
+    # The last record of an earlier process of this site.
     self._before: Record | None = None
     self._holder: Holder | None = None
 
-  # What the training thread calls.
+  # The training thread calls these methods.
 
   def join(self, applied: int, digests: list[int]) -> Welcome:
-    """Joins the group, and waits for what the site lacks.
+    """Joins the group, and waits for its welcome.
 
     Args:
       applied: rounds below this number are in the outer state of the site.
-      digests: of this outer state.
+      digests: checksums of this outer state, one for each fragment.
 
     Raises:
-      ConfigError: this site is another process, or has rounds of another run.
+      ConfigError: another process runs this site, or it has rounds of another run.
     """
     self._own = applied, digests
     self._thread = threading.Thread(target=self._run, daemon=True, name="link")
@@ -131,7 +131,7 @@ class Link:
     return welcome
 
   def ready(self, first: int) -> None:
-    """Says that the site will send round `first` and those after it."""
+    """Says that the site will send round `first` and all later rounds."""
     with self._changed:
       self._ready = first
 
@@ -157,13 +157,13 @@ class Link:
       return self._closed[number]
 
   def welcome(self) -> Welcome | None:
-    """Returns the snapshot that came after a long absence, once; None without one."""
+    """Returns the welcome after a join or a long absence, but only once; else None."""
     with self._changed:
       welcome, self._welcome = self._welcome, None
       return welcome
 
   def newest(self) -> tuple[int, int]:
-    """Returns how many rounds are received, and how many the group has closed."""
+    """Returns how many rounds this site received, and how many the group closed."""
     with self._changed:
       self._raise()
       return self._next, max(self._journal.closed, self._next)
@@ -175,7 +175,7 @@ class Link:
     return [k for k, own in shards.items() if not known >= {*own}]
 
   def applied(self, number: int, digest: int) -> None:
-    """Forgets a round; records the digest of its fragment's outer state after it."""
+    """Forgets a round that was applied; records the digest of its fragment after it."""
     p = self._calendar.rounds[number][1]
     with self._changed:
       self._closed = {r: x for r, x in self._closed.items() if r > number}
@@ -191,14 +191,14 @@ class Link:
       make: returns the digests of the outer state, and the state as bytes.
     """
     newest = self._lease.seen.get("snapshot")
-    # Of the first states, one is needed, whoever has the lease in the end.
+    # Every site offers its first state: one of them will get the lease and write it.
     if newest is None or (self._lease.held and newest < applied):
       made = make()
       with self._changed:
         self._offered = (applied, *made)
 
   def leave(self, reason: str) -> None:
-    """Says that the site goes, and ends the thread. Later calls do nothing."""
+    """Announces that the site leaves, and ends the thread; later calls do nothing."""
     with self._changed:
       if self._leaving:
         return
@@ -219,7 +219,7 @@ class Link:
     if self._leaving:
       raise ConnectionError("this site has left")
 
-  # The thread.
+  # The link's own thread runs these methods.
 
   def _run(self) -> None:
     """Runs until the site leaves, or cannot go on."""
@@ -241,7 +241,7 @@ class Link:
 
   async def _again(self, step: Callable[[], Awaitable[None]]) -> None:
     """Calls `step` until the site leaves; tries again if the storage fails."""
-    failed_at = 0.0  # Infinite after a line.
+    failed_at = 0.0  # 0: no failure. Infinite: the failure is printed.
     while not self._leaving:
       try:
         await step()
@@ -279,10 +279,10 @@ class Link:
     await self._write(records.record_of(self._site), data)
 
   async def _check_alone(self, now: float) -> None:
-    """Looks for another process of this site; keeps what an earlier one has left.
+    """Looks for another process of this site; keeps the digests of an earlier one.
 
     Raises:
-      ConfigError: another process is this site.
+      ConfigError: another process runs this site.
     """
     args = (self._storage, self._calendar, self._site)
     other = await asyncio.to_thread(records.read_record, *args)
@@ -296,10 +296,10 @@ class Link:
       return
     before = self._before or other
     is_before = self._before is not None and other["session"] == before["session"]
-    # An old file may still be seen for a while.
+    # For a while, the storage may still show an old file.
     if is_before and other["beat"] <= before["beat"]:
       return
-    # The process that was there first goes on, unless it was away for long.
+    # Of two processes, the first goes on, unless it was away for long.
     if is_before or now - self._record_at > self._lost_s:
       raise ConfigError(
         f"--site is {self._site}, but another process at {self._address} is this site;"
@@ -307,7 +307,7 @@ class Link:
       )
 
   async def _follow(self) -> None:
-    """Looks who has the lease; claims or keeps it."""
+    """Reads which site has the lease; claims or renews the lease if due."""
     found, held = await self._read("lease"), self._lease.held
     now = time.monotonic()
     self._lease.observe(found[0] if found else None, now)
@@ -330,7 +330,7 @@ class Link:
     """Compares the outer state of this site with a new snapshot.
 
     Raises:
-      ExchangeFailed: they differ.
+      ExchangeFailed: the two states differ.
     """
     if snapshot is None or snapshot == self._checked or not self._known:
       return
@@ -339,7 +339,7 @@ class Link:
     if not head:
       return
     if head[0]["digests"] != own:
-      # Without digests it takes the group's state when it starts again.
+      # Without digests, this site takes the group's state when it starts again.
       self._digests.clear()
       await self._write_record({**self._own_record(), "reason": "stopped"})
       raise ExchangeFailed(
@@ -350,7 +350,7 @@ class Link:
     self._checked = snapshot
 
   async def _send(self) -> None:
-    """Writes the payloads that wait."""
+    """Writes the payloads that are not in the storage yet."""
     with self._changed:
       self._sent &= self._outgoing.keys()
       waiting = {r: x for r, x in self._outgoing.items() if r not in self._sent}
@@ -366,7 +366,7 @@ class Link:
     await asyncio.to_thread(self._journal.advance)
     if self._journal.closed < self._journal.first:
       await self._skip()  # This site was away for so long that rounds are gone.
-    # Those before a snapshot need no room.
+    # Rounds before a snapshot need no room.
     held = lambda: sum(r >= self._first for r in self._closed)
     while self._next < self._journal.closed and held() < self._calendar.room:
       closed = await asyncio.to_thread(self._journal.find, self._next)
@@ -388,7 +388,7 @@ class Link:
       self._changed.notify_all()
 
   async def _find_place(self) -> None:
-    """Finds out what the site lacks, as soon as the group has an outer state.
+    """Decides at which round the site begins, once the group has an outer state.
 
     Raises:
       ConfigError: this site has rounds of another run.
@@ -435,7 +435,7 @@ class Link:
       self._known = True
       self._changed.notify_all()
 
-  # While this site has the lease.
+  # These methods work only while this site has the lease.
 
   async def _hold(self) -> None:
     """Closes rounds until the site loses the lease or leaves."""

@@ -14,7 +14,7 @@ from diloco.util.storage import Storage, open_storage
 def open_group(c: Config, site: int, address: str) -> Storage:
   """Opens the storage of a group for a site.
 
-  The first site writes the config of the run; it is compared with that of the others.
+  The first site writes the config of the run; every site compares its own config.
 
   Raises:
     ConfigError: there is no such site, nothing can be written at the address, or

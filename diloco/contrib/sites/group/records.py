@@ -1,7 +1,7 @@
-"""The files that a site writes: what it does, and its payloads. No JAX.
+"""The files that a site writes: its record and its payloads. No JAX.
 
 A file is a JSON line, bytes, and the CRC-32 of both. A file that is cut short or
-damaged counts as one that is not there yet, and is read again later.
+damaged counts as missing, and is read again later.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ def unpack(content: bytes) -> tuple[Json, memoryview] | None:
 
 
 def read(storage: Storage, name: str) -> tuple[Json, memoryview] | None:
-  """Reads a file that `pack` has made; None if it is not there in whole."""
+  """Reads a file that `pack` has made; None if it is missing or incomplete."""
   return unpack(storage.get(name) or b"")
 
 
 class Record(TypedDict):
-  """What a site says of itself; a site that says nothing new counts as gone.
+  """What a site reports about itself; a site without a new record counts as gone.
 
   Attributes:
     session: random name of the site's process.
@@ -45,7 +45,7 @@ class Record(TypedDict):
     ready: the first round that the site will send; None before its first inner step.
     sent: open rounds whose payload is in the storage.
     digests: {number of applied rounds: a CRC-32 of each fragment's outer state}.
-    reason: why the site leaves; "": it does not.
+    reason: why the site leaves; "": it does not leave.
   """
 
   session: str
@@ -67,13 +67,13 @@ def payload_of(number: int, site: int) -> str:
 
 
 def read_record(storage: Storage, calendar: Calendar, site: int) -> Record | None:
-  """Returns the record of a site; None if there is none, or it makes no sense."""
+  """Returns the record of a site; None if it is missing or invalid."""
   found = read(storage, record_of(site))
   return as_record(found[0], calendar) if found else None
 
 
 def as_record(head: Json, calendar: Calendar) -> Record | None:
-  """Returns a record of these values, unless they make no sense."""
+  """Returns these values as a record; None if they are invalid."""
   is_round = lambda x: is_whole(x, 0, len(calendar.rounds))
   sent, digests, ready = (head.get(name) for name in ("sent", "digests", "ready"))
   if not (isinstance(sent, list) and isinstance(digests, dict)):
@@ -97,8 +97,8 @@ class Payload(NamedTuple):
   """A payload of one site.
 
   Attributes:
-    tokens: inner tokens behind each replica's payload.
-    per_step: tokens of one of its inner steps.
+    tokens: number of tokens on which each replica trained for this payload.
+    per_step: tokens of one inner step of a replica.
     data: {shard: [step, position in its text]} of all shards of the site.
     body: uint8 [replicas of the site, 1, bytes].
   """
@@ -114,12 +114,12 @@ def check_payload(
 ) -> Payload:
   """Checks and reads a payload's header.
 
-  The tokens are the weight of the payload, so they must be those of inner steps that
-  the site can have trained since the fragment was sent before, with a batch that the
-  config allows.
+  The number of tokens sets the weight of the payload. So it must fit the inner steps
+  that the site can have trained since the fragment's previous send, with a batch that
+  the config allows.
 
   Args:
-    calendar: of the whole group, without what one site has of its own.
+    calendar: of the whole group, without one site's own fields.
 
   Raises:
     ValueError: this cannot be a payload of the round.

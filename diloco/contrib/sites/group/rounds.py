@@ -1,12 +1,12 @@
-"""Which round closes when, and with whom. No I/O, no JAX.
+"""Decides when a round closes, and with which sites. No I/O, no JAX.
 
 A round is one send of one fragment, by all sites. Rounds close in the order of the
 schedule. A round closes when every expected site has sent its payload, or when a quorum
 has sent and the grace window is over. A site that misses a round is not expected again
-until it reports that it has caught up, so it delays the others once, by the window at
-most. A site that misses one round after another is waited for half as long, then a
-quarter as long. Of the payloads that came, `Outliers` refuses those with bad numbers.
-Times are seconds of any clock that never goes back.
+until it reports that it has caught up. So it delays the others once, at most by the
+window. If a site misses one round after another, the group waits for it half as long,
+then a quarter as long. `Outliers` refuses payloads with bad numbers. Times are seconds
+of any clock that never goes back.
 """
 
 import collections
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 _LEAST_PATIENCE = 0.25
-_LATELY = 8  # Rounds of a fragment whose norms show what is usual.
-_PACES = 16  # Pairs of rounds whose times show how long a step takes.
+_LATELY = 8  # The usual norm comes from so many last rounds of a fragment.
+_PACES = 16  # So many last pairs of rounds show how long a step takes.
 
 
 @dataclasses.dataclass
@@ -26,9 +26,9 @@ class Member:
   """What the holder of the lease knows of one site.
 
   Attributes:
-    here: whether the site gives a sign.
-    first: the first round in which the site is expected; infinite before its first step
-      is trained, and from a round that it missed until it has caught up.
+    here: whether the site takes part now.
+    first: the first round in which the site is expected; infinite before the site's
+      first inner step, and from a missed round until the site has caught up.
     patience: share of the window that a round waits for this site.
   """
 
@@ -55,7 +55,7 @@ class Closing:
 
 
 class Measured(NamedTuple):
-  """The numbers of a payload.
+  """The norm and the cosine of a payload.
 
   Attributes:
     norm: the largest norm of the site's replicas; None if a value is not finite.
@@ -67,15 +67,15 @@ class Measured(NamedTuple):
   cosine: float | None = None
 
 
-# Measures the payloads {site: bytes} of a round.
+# A function that measures the payloads {site: bytes} of a round.
 Measure: TypeAlias = Callable[[int, dict[int, bytes]], dict[int, Measured]]
 
 
 class Outliers:
-  """Refuses payloads with bad numbers, by what the group has sent lately."""
+  """Refuses payloads with bad numbers, compared with the group's latest payloads."""
 
   def __init__(self, most_norm: float, least_cosine: float):
-    """Starts without a past; for the arguments see the fields of `sites`."""
+    """Starts without earlier norms; the arguments are fields of `SitesConfig`."""
     self._most_norm, self._least_cosine = most_norm, least_cosine
     self._norms: dict[int, collections.deque[list[float]]] = {}  # By fragment.
 
@@ -84,15 +84,16 @@ class Outliers:
   ) -> dict[int, str]:
     """Returns {site whose payload does not count in a round: the reason}.
 
-    The limit of a norm is `most_norm` times the larger of two medians: of the norms
-    that counted in the last rounds of this fragment, and of the other norms of this
-    round. So nobody is refused if the whole group changes. A payload with more steps
-    behind it may be larger than the others in proportion.
+    The limit of a norm is `most_norm` times the larger of two medians. One is over the
+    norms that counted in this fragment's last rounds, the other over the other sites'
+    norms in this round. So no site is refused if the whole group changes. If this
+    site's payload has k > 1 times the inner steps of another site's, the other norm is
+    first multiplied by k.
 
     Args:
       fragment: the fragment of the round.
       found: the payload of each site that has sent.
-      steps: {site: inner steps behind its payload}.
+      steps: {site: number of inner steps in its payload}.
     """
     lately = [x for norms in self._norms.get(fragment, ()) for x in norms]
     reasons = dict[int, str]()
@@ -112,7 +113,7 @@ class Outliers:
     return reasons
 
   def counted(self, fragment: int, norms: Iterable[float | None]) -> None:
-    """Takes the norms of the payloads that counted in a round."""
+    """Remembers the norms of the payloads that counted in a round."""
     new = collections.deque[list[float]](maxlen=_LATELY)
     known = self._norms.setdefault(fragment, new)
     known.append([norm for norm in norms if norm is not None])
@@ -120,15 +121,15 @@ class Outliers:
 
 @dataclasses.dataclass
 class Window:
-  """How long a round waits after its quorum: for what is left of tau inner steps.
+  """How long a round waits after its quorum: for the rest of tau inner steps.
 
   The first site that sends trains tau more steps before it needs the round, so until
-  then a wait costs nothing. The time of a step is measured: the median of those between
-  the first payloads of successive rounds.
+  then a wait costs nothing. The time of a step is a median: of the time between the
+  first payloads of two successive rounds, divided by the steps between them.
 
   Attributes:
-    most_s: the longest wait; also if tau is 0, before a step is measured, and in a
-      final sync.
+    most_s: the longest wait; a round waits so long if tau is 0, before a step is
+      measured, and in a final sync.
     least_s: the shortest wait, unless most_s is less.
     tau: inner steps between a send and the earliest merge.
     steps: the inner step after which each round is sent, without those of a final sync.
@@ -144,7 +145,7 @@ class Window:
     self._paces = collections.deque[float](maxlen=_PACES)  # Seconds per step.
 
   def sent(self, number: int, now: float) -> None:
-    """Takes the time of a payload."""
+    """Remembers when the first payload of a round came."""
     if number in self._first or number >= len(self.steps):
       return
     self._first[number] = now
@@ -174,11 +175,11 @@ class Rounds:
   """
 
   def __init__(self, sites: int, quorum: int, window: Window, closed: int = 0):
-    """Starts before the first round, or goes on with another holder.
+    """Starts before the first round, or when the holder of the lease changes.
 
     Args:
       sites: number of sites, K.
-      quorum: payloads without which no round closes.
+      quorum: smallest number of payloads with which a round closes.
       window: how long a round waits for the other sites after the quorum.
       closed: rounds that are closed already.
     """
@@ -186,7 +187,7 @@ class Rounds:
     self.members = {k: Member() for k in range(sites)}
     self._sent: dict[int, set[int]] = {}  # {open round: sites that have sent}
     self._quorum_at: dict[int, float] = {}
-    # After a change of the holder, sites that are still on their way are expected.
+    # Sites that a new holder expects, although they have not reported to it yet.
     self._returning: set[int] = set()
 
   def expect_return(self, sites: tuple[int, ...]) -> None:
@@ -194,23 +195,23 @@ class Rounds:
     self._returning = set(sites)
 
   def join(self, site: int) -> None:
-    """A site comes; it is not expected before `ready`."""
+    """Adds a site that comes; no round expects it before `ready`."""
     self.members[site].here, self.members[site].first = True, math.inf
 
   def ready(self, site: int, first: int) -> None:
-    """A site reports that it will send round `first` and those after it."""
+    """Notes that a site will send round `first` and all later rounds."""
     member = self.members[site]
     self._returning.discard(site)
     if member.here:
       member.first = max(first, self.closed)
 
   def leave(self, site: int) -> None:
-    """A site goes. What it has sent still counts."""
+    """Removes a site that goes; the payloads that it has sent still count."""
     self.members[site].here, self.members[site].first = False, math.inf
     self._returning.discard(site)
 
   def sent(self, site: int, number: int, now: float) -> None:
-    """A payload of an open round is there."""
+    """Notes that a site's payload of an open round has come."""
     sites = self._sent.setdefault(number, set())
     sites.add(site)
     self.members[site].patience = 1.0
@@ -243,7 +244,7 @@ class Rounds:
     return Closing(number, tuple(sorted(have)), tuple(sorted(missing)), now - quorum_at)
 
   def deadline(self) -> float:
-    """Returns when the next round closes even if nothing happens; or infinity."""
+    """Returns when the next round closes if no payload comes; infinity: never."""
     missing = self._expected(self.closed) - self._sent.get(self.closed, set())
     patience = max((self.members[site].patience for site in missing), default=0.0)
     quorum_at = self._quorum_at.get(self.closed, math.inf)
