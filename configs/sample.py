@@ -28,6 +28,8 @@ def get_config():
   c.model.dtype = "float32"
   c.model.remat = "dots"  # Fastest on a CPU, by `python -m diloco tune`.
 
+  c.mesh.cpu_devices = 2  # Each replica has a core of its own.
+
   # Two sequences for each replica: with so few tokens, many small steps learn more.
   c.train.batch_size = 4
   c.train.steps = 3200

@@ -56,8 +56,8 @@ def local_sgd(rank: int, c: Config, port: int, turns) -> None:
 
 def main(argv) -> None:
   del argv
-  print_devices()
   c = resolve(flags.FLAGS.config)
+  print_devices(c.mesh.cpu_devices)
   bench, port = Bench(c), free_port()
   spawn = multiprocessing.get_context("spawn")
   here, there = spawn.Pipe()

@@ -23,8 +23,8 @@ OFF = {"eval.every": 0, "eval.tokens": 1, "checkpoint.every": 0, "log.sample_tok
 
 def main(argv) -> None:
   del argv
-  print_devices()
   c = changed(resolve(flags.FLAGS.config), OFF)
+  print_devices(c.mesh.cpu_devices)
   bench = Bench(c)
   times = in_turn(bench.inner)
   with tempfile.TemporaryDirectory() as folder:

@@ -94,8 +94,8 @@ def outer_times(bench: Bench) -> dict[str, float]:
 
 def main(argv) -> None:
   del argv
-  print_devices()
   c = resolve(flags.FLAGS.config)
+  print_devices(c.mesh.cpu_devices)
   replicas = Bench(c)
   if not flags.FLAGS.outer:
     print_inner_steps(c, replicas)

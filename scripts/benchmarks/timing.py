@@ -7,11 +7,18 @@ import jax
 import numpy as np
 from absl import flags
 
+from diloco.mesh.devices import divide_cpu
+
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls; the table has medians.")
 
 
-def print_devices() -> None:
-  """Prints the devices, the version of JAX, and that the numbers are medians."""
+def print_devices(cpu_devices: int = 1) -> None:
+  """Prints the devices, the version of JAX, and that the numbers are medians.
+
+  Args:
+    cpu_devices: `mesh.cpu_devices`, by which it first divides the CPU.
+  """
+  divide_cpu(cpu_devices)
   kind = jax.devices()[0].device_kind
   print(f"{jax.device_count()} x {kind}, jax {jax.__version__}, medians")
 
