@@ -86,7 +86,7 @@ def send(
     codec_state: compressor state of the fragment; donated.
     layers: int32 (n,), the fragment's layers.
     key: PRNG key of this step and fragment.
-    first: number of the first replica of params_M, counted in the whole run.
+    first: index of params_M's first replica among all replicas of the run.
 
   Returns:
     Payload uint8 [M, fsdp, bytes], new codec_state, metrics float32 [M].

@@ -178,7 +178,7 @@ def _check_memory(field: str, value: int, tokens: int) -> None:
 
 def _shard(c: Config, documents: Documents, index: int) -> Any:
   """Opens a shard's endless stream of batches, {"tokens": int32 [B, L]}."""
-  import grain  # Imported late: grain imports JAX, which reading text does not need.
+  import grain  # Imported late: grain imports JAX, and reading text needs no JAX.
 
   # Each shard has its own seed. With a common seed, shards of equal length would have
   # the same order, and all shards would yield neighbouring documents at the same time.

@@ -193,7 +193,10 @@ class Streaming:
     self.sync.close()
 
   def _check(self, name: str, step: int, ahead: int, state: OuterState) -> int:
-    """Returns `step` as an int; `state` must be the state after `step - ahead`."""
+    """Returns `step` as an int; refuses a `state` that is not after `step - ahead`.
+
+    It also refuses a state whose last drain or fragments in flight do not fit.
+    """
     step = arguments.whole_number(name, step)
     last, drained = np.asarray(state.steps).tolist()
     if step != last + ahead:

@@ -32,7 +32,7 @@ def plain_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def training_modes() -> Iterator[None]:
-  """Sets `plain_modes` for a whole run.
+  """Sets the modes of `plain_modes` for a whole run.
 
   Raises:
     ConfigError: JAX_DISABLE_JIT is set, so the user expects inner steps without jit.

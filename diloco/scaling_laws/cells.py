@@ -192,7 +192,7 @@ def _remedy(runs: pd.DataFrame) -> str:
 
 
 def _alike(runs: pd.DataFrame) -> pd.DataFrame:
-  """Returns the first runs that have one cell and equal hyperparameters, if any."""
+  """Returns the first runs with equal cell and hyperparameters; empty if none."""
   twice = runs[runs.duplicated([*CELL, *AXES], keep=False)]
   keys = twice[[*CELL, *AXES]]
   return twice[(keys == keys.head(1).squeeze()).all(axis=1)]

@@ -142,7 +142,7 @@ def fit_parametric(
   starts: int = 256,
   seed: int = 0,
 ) -> ParametricFit:
-  """Fits one form; the points of the largest N choose the result (Section 6.5).
+  """Fits one form from many starts; keeps the best at the largest N (Section 6.5).
 
   Args:
     form: one of FORMS.

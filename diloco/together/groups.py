@@ -55,7 +55,7 @@ def split(configs: Mapping[str, Mapping[str, Any]], most: int) -> list[list[str]
     most: the largest number of runs in a group.
 
   Returns:
-    The names of each group.
+    The names of each group's runs.
   """
   found: dict[str, list[str]] = {}
   for name, config in configs.items():

@@ -15,7 +15,7 @@ class _Lines(io.TextIOBase):
   encoding = sys.stderr.encoding
 
   def write(self, text: str) -> int:
-    text = text.strip()  # Drops carriage returns, and blanks that hide older states.
+    text = text.strip()  # Drops carriage returns, and blanks that erase older states.
     return sys.stderr.write(f"{text}\n") if text else 0
 
   def flush(self) -> None:

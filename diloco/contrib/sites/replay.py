@@ -2,9 +2,10 @@
 
 python -m diloco replay runs/group
 
-GROUP is the --group of the sites, a folder or a bucket. From the oldest snapshot on,
-every closed round is applied again. The checksums (CRC-32) of the outer state are
-compared with those of the newer snapshots and with those that the sites have noted.
+The argument GROUP is the --group of the sites, a folder or a bucket. From the oldest
+snapshot on, every closed round is applied again. The checksums (CRC-32) of the outer
+state are compared with those of the newer snapshots and with those that the sites have
+noted.
 """
 
 import argparse

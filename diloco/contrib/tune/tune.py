@@ -14,9 +14,10 @@ The last line has the flags of the fastest settings. The inner steps read no dat
 
 --flags prints only these flags, for the command of a run.
 
-It does not try fields that the time of an inner step cannot judge (data.prefetch,
-outer.offload, overlap.transport), attention kernels that the devices do not have, and
-mesh.fsdp if each shard is coded by itself, because then mesh.fsdp changes the codes.
+The command does not try: fields whose effect the step time does not show
+(data.prefetch, outer.offload, overlap.transport); attention kernels that the devices
+lack; mesh.fsdp if each shard is coded by itself, because mesh.fsdp then changes the
+codes.
 """
 
 import itertools

@@ -100,7 +100,7 @@ def tokenize(
       write(folder / TOKENIZER, model.serialized())
     if not (folder / MANIFEST).is_file():
       run_units(make, units, workers, f"{source} {split}")
-      # If a source file changed meanwhile, units have read old and new text: refuses.
+      # Refuses if a source file changed meanwhile: units may mix old and new text.
       files = pieces_lib.make_pieces(source, split, data_dir)
       _check_plan(folder, plan | {"revision": _revision(files)})
       _join(folder, plan, units)

@@ -124,8 +124,9 @@ class Window:
   """How long a round waits after its quorum: for the rest of tau inner steps.
 
   The first site that sends trains tau more steps before it needs the round, so until
-  then a wait costs nothing. The time of a step is a median: of the time between the
-  first payloads of two successive rounds, divided by the steps between them.
+  then a wait costs nothing. The time of a step is the median of measured times: the
+  time between the first payloads of two successive rounds, divided by the steps between
+  them.
 
   Attributes:
     most_s: the longest wait; a round waits so long if tau is 0, before a step is
