@@ -314,9 +314,16 @@ def _nine(name: str, cells: Sequence[Point], **fields) -> Ablation:
 ABLATIONS |= {
   "outer_rate_9": _nine(
     "outer_rate",
-    [c | {"sync_every": h} for c in replicas(2)[1:] for h in (1, 10, 100)],
+    [c | {"sync_every": h} for c in replicas(2, 4)[1:] for h in (1, 10, 100)],
     tuned=("outer_lr",),
     rates={"small": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)},
+  ),
+  # With four times the tokens, a run has 60 outer steps instead of 15.
+  "batch_9": _nine(
+    "batch",
+    [c | {"batch": 32, "overtrain": 4} for c in replicas(2, 4)],
+    tuned=("lr", "outer_lr"),
+    rates={"small": (0.1, 0.2, 0.4, 0.8, 1.2)},
   ),
   "rate_9": Ablation(
     "streaming",
