@@ -186,7 +186,9 @@ class Streaming:
     return self.place.send(encode, self.update, p, state)
 
   def receive(self, p: int, state: OuterState) -> tuple[OuterState, PyTree, Metrics]:
-    """Lines 10 and 11 for fragment p in flight; theta and opt_state are donated.
+    """Runs lines 10 and 11 of Algorithm 2 for fragment p, which is in flight.
+
+    The buffers of theta and opt_state are donated.
 
     Returns:
       The new state, the fragment's new theta for `merge`, metrics float32 [].
@@ -355,7 +357,7 @@ def choose_send(wire: WireConfig, place: OnDevices) -> Wrapped:
 
 
 def choose_update(wire: WireConfig, optimizer: Outer, place: OnDevices) -> Wrapped:
-  """Chooses the plain or the fused form of lines 10 and 11, in place or not."""
+  """Chooses the form of lines 10 and 11: plain or fused; in place except on hosts."""
   form = fused if fused.can_update(wire, optimizer, place.mesh) else outer
   return form.update if isinstance(place, OnHosts) else form.update_in_place
 

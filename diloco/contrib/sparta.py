@@ -91,7 +91,7 @@ def count(share: float, parameters: Shapes, fsdp: int = 1) -> int:
   """Counts the values that all devices of one replica average at one time.
 
   Args:
-    share: share of every layer's tensor.
+    share: how much of every layer's tensor one step averages.
     parameters: shapes of one replica's parameters.
     fsdp: number of devices of the replica; the values of each device count.
   """
@@ -106,7 +106,7 @@ def average(params_M: PyTree, key: jax.Array, *, share: float, mesh: Mesh) -> Py
   Args:
     params_M: parameters of all replicas, leaves (M, ...); donated.
     key: PRNG key of this step.
-    share: share of every layer's tensor.
+    share: how much of every layer's tensor one step averages.
   """
   places = sharding.specs(params_M, mesh, (REPLICA,))
 

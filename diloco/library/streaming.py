@@ -193,7 +193,7 @@ class Streaming:
     self.sync.close()
 
   def _check(self, name: str, step: int, ahead: int, state: OuterState) -> int:
-    """Returns `step` as an int; refuses a `state` that is not after `step - ahead`.
+    """Returns `step` as an int; refuses a `state` of another step than `step - ahead`.
 
     It also refuses a state whose last drain or fragments in flight do not fit.
     """

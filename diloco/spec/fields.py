@@ -166,8 +166,8 @@ class InnerConfig:
   # Learning rate at the last step, as a share of the peak. The decay is a cosine.
   final_fraction: Share = 0.05
   # T, the step at which the cosine ends; the weight decay 1/T uses it, too. 0:
-  # train.steps. Steps after T keep the last learning rate. To extend a run, set this
-  # field (docs/machines.md).
+  # train.steps. Steps after T keep the last learning rate. To extend a finished run,
+  # raise train.steps and set this field: docs/machines.md.
   decay_steps: Count = 0
   # Decoupled weight decay. A negative value means 1/T (Wang & Aitchison, 2024). Set 0
   # for an optimizer without weight decay.

@@ -57,7 +57,8 @@ class Format:
     return mantissa * 2.0 ** (max(field, 1) - self.bias - self.mantissa_bits)
 
 
-# Formats of ml_dtypes with reserved codes: {name: largest finite magnitude code}.
+# Formats of ml_dtypes that reserve codes for infinity or NaN: {name: code of the
+# largest finite value}.
 _RESERVED = {"e5m2": 0x7B, "e4m3": 0x77, "e3m4": 0x6F, "e4m3fn": 0x7E}
 
 
@@ -82,7 +83,7 @@ def parse_format(name: str) -> Format:
 
 
 def code_bits(name: str) -> int:
-  """Returns the bits per value of a format with blocks."""
+  """Returns the bits per value of a format: eXmY, or one of a plug-in."""
   block = NAMES["wire.format"].get(name)
   return block.bits if block else parse_format(name).bits
 

@@ -32,8 +32,8 @@ class SitesConfig(plugins.Extension):
   # only until the first sender needs the result, tau inner steps after its send (the
   # time of a step is measured). If tau is 0, a round waits for all of grace_s.
   grace_s: NonNegative = 20.0
-  # Shortest wait of a round after the quorum, in seconds: networks and machines vary
-  # more than short steps last. If grace_s is smaller, a round waits for grace_s.
+  # Shortest wait of a round for late sites after the quorum, in seconds: tau short
+  # steps may take less time than a usual delay. If grace_s is smaller, it counts.
   least_grace_s: NonNegative = 2.0
   # Seconds that the first site waits for the others before the first round.
   start_s: NonNegative = 300.0
