@@ -28,8 +28,8 @@ DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, 
 """
 
 # Former fields that plug-ins replaced: {former field: (its default, the new field, an
-# example of a value)}. For a removed field: (its default, "", the name in
-# `plugins.REMOVED`). A saved config may still contain the default of a former field.
+# example of a value)}. For a removed field: (its default, "", what was removed). A
+# saved config may still contain the default of a former field.
 MOVED = {
   "log.diagnostics_every": (0, "diagnostics.every", 4),
   "model.head_dim": (0, "qwen3.head_dim", 128),

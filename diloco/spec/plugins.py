@@ -32,10 +32,9 @@ CONTRIB = "diloco.contrib"
 # Subfolder of a run's folder for copies of its plug-ins' files.
 KEPT = "plugins"
 _FILE = ".py"
-# Removed plug-ins and values of fields, which revision e367008 still has.
+# Plug-ins that the package no longer has.
 REMOVED = {
   *("delayed_nesterov", "eager", "falling", "gpa", "noloco", "radial", "restarted"),
-  "stochastic",
 }
 
 
@@ -454,6 +453,11 @@ def moved() -> dict[str, tuple[object, str, object]]:
   return importlib.import_module(CONTRIB).MOVED
 
 
+def removed(name: str) -> str:
+  """Returns the end of an error message about a thing that was removed."""
+  return f"; {name} was removed; revision e367008 still has it"
+
+
 def hint(name: str) -> str:
   """Returns the end of an error message if a plug-in has the unknown name, else "".
 
@@ -461,7 +465,7 @@ def hint(name: str) -> str:
   """
   name = re.split(r"[.(]", name)[0]
   if name in REMOVED:
-    return f"; {name} was removed; revision e367008 still has it"
+    return removed(name)
   plugin = name if name in contrib() else name.rstrip("0123456789")
   if plugin not in contrib():
     return ""
