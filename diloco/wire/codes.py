@@ -104,9 +104,9 @@ def encode(fmt: Format, x: jax.Array, k: jax.Array) -> jax.Array:
   mantissa |= jnp.where(field > 0, 1 << 23, 0)
   # From here on, `field` is the exponent field of the result.
   field = jnp.maximum(field, 1) - 127 - k + fmt.bias
-  # Number of mantissa bits to drop; a subnormal result (field < 1) drops more.
-  drop = 23 - fmt.mantissa_bits + jnp.maximum(1 - field, 0)
-  drop = jnp.minimum(drop, 26)  # From 24 on, `kept` is 0.
+  # Number of mantissa bits to drop; a subnormal result (field < 1) drops more. From 24
+  # on, `kept` is 0.
+  drop = jnp.minimum(23 - fmt.mantissa_bits + jnp.maximum(1 - field, 0), 26)
   kept = mantissa >> drop
   rest = mantissa - (kept << drop)
   # `kept` has the hidden bit, which adds 1 to the exponent field of the code.

@@ -285,8 +285,9 @@ def test_a_site_that_missed_a_round_sends_nothing_and_leaves_out_one_step():
 
 
 def test_a_missed_round_does_not_wait_for_a_later_one_that_is_in_flight():
-  fields = {"fragments.pattern": "strided", "fragments.size": 1, "overlap.tau": 5}
-  player = Player(processes=1, **fields, **{"sync_every": 6}).enter()
+  fields = {"fragments.pattern": "strided", "fragments.size": 1}
+  fields |= {"sync_every": 6, "overlap.tau": 5}
+  player = Player(processes=1, **fields).enter()
   sends = [t for t, _ in player.calendar.rounds]
   player.steps(sends[1] - 1)
   player.count(0)
