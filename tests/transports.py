@@ -92,7 +92,7 @@ def main() -> None:
       carried = {str(shape): carry(t, mesh, shape) for shape in SHAPES}
       opened.append(connections())
       results[name] = {"connections": opened, "carried": carried}
-      results[name]["overlaps"] = t.overlaps
+      results[name] |= {"moves": t.moves, "overlaps": t.overlaps}
     payload = place(np.zeros((8, 2, 1), np.uint8), exchange.encoded(mesh))
     unpacked = transport.DeviceTransport(mesh, packed=False)
     results["psum carries"] = unpacked.carry(payload) is not payload

@@ -240,7 +240,7 @@ class Streaming:
     The key depends only on the seed, t and the number. So the random numbers are the
     same in every part of a run, with every transport, and after a run resumes.
     """
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), t), number)
+    return _key(np.uint32(t), np.uint32(number), seed=self.seed)
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
@@ -276,7 +276,7 @@ class Streaming:
   def transmitted(self, p: int) -> jax.ShapeDtypeStruct:
     """Describes fragment p's payload after the exchange; see `transport.carry`."""
     payload = self.payload(p)
-    if not self.transport.overlaps:
+    if not self.transport.moves:
       return payload
     there = exchange.transmitted(self.mesh)
     return jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=there)
@@ -292,6 +292,11 @@ class Streaming:
       states=tuple(self.outer_step.states.items()),
       mesh=self.mesh,
     )
+
+
+@functools.partial(jax.jit, static_argnames="seed")  # One launch instead of ten.
+def _key(t: np.uint32, number: np.uint32, *, seed: int) -> jax.Array:
+  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), t), number)
 
 
 def make_streaming(

@@ -186,7 +186,7 @@ class Programs:
     held |= {"in flight": (*part, payloads[p]) if c.outer.offload else payloads[p]}
     args = (*part, payloads[p], sync.tuned)
     self._add("update", held, sync.lines_10_11, *args, outer=c.outer, **wire)
-    if sync.transport.overlaps:
+    if sync.transport.moves:
       alone = {"in flight": self.payload}
       self._add("exchange alone", alone, transmit, self.payload, mesh=self.mesh)
     if c.outer.offload:

@@ -32,6 +32,9 @@ from diloco.spec import plugins
 from diloco.util.types import PyTree
 from diloco.wire import exchange
 
+# Platforms where XLA runs an exchange beside inner steps. On CPUs it runs one after the
+# other, and a program with both would only take longer to compile.
+OVERLAPPING = {"gpu", "tpu"}
 # XLA for GPU runs one collective at a time on each stream. On the stream that fsdp's
 # collectives use, the exchange would wait until the inner steps end.
 _OWN_STREAM = {"_xla_gpu_collective_stream": "p2p"}
@@ -60,6 +63,7 @@ class DeviceTransport:
   """Carries payloads between devices; with one group of replicas, nothing moves.
 
   Attributes:
+    moves: whether payloads cross devices.
     overlaps: whether an exchange must share a program with inner steps to overlap them.
       If so, `behind` calls `start` and `finish` below. Always False for hosts.
     hosts: a mesh with one CPU of each process if hosts carry payloads and keep the
@@ -70,7 +74,8 @@ class DeviceTransport:
 
   def __init__(self, mesh: Mesh, packed: bool = True):
     self._mesh = mesh
-    self.overlaps = packed and mesh.shape[REPLICA] > 1
+    self.moves = packed and mesh.shape[REPLICA] > 1
+    self.overlaps = self.moves and mesh.devices.flat[0].platform in OVERLAPPING
 
   def connect(self) -> None:
     """Opens the connections; all processes call this at the start of a run.
@@ -78,7 +83,7 @@ class DeviceTransport:
     Gloo fails if a process is 30 s late to the first exchange, as may happen after H
     inner steps. Later exchanges have no such limit.
     """
-    if self.overlaps and jax.process_count() > 1:
+    if self.moves and jax.process_count() > 1:
       jax.block_until_ready(self.carry(_one_byte(self._mesh)))
 
   def carry(self, payload: jax.Array) -> jax.Array:
@@ -90,7 +95,7 @@ class DeviceTransport:
     Raises:
       ExchangeFailed: another process is probably gone.
     """
-    return transmit(payload, mesh=self._mesh) if self.overlaps else payload
+    return transmit(payload, mesh=self._mesh) if self.moves else payload
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
@@ -214,7 +219,7 @@ class HostTransport:
   See `DeviceTransport`, which has the same methods.
   """
 
-  overlaps = False
+  moves = overlaps = False
 
   def __init__(self, mesh: Mesh):
     self._mesh = mesh

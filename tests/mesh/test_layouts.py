@@ -91,16 +91,16 @@ def test_splash_trains_data_parallel_like_xla(attentions):
 
 
 @LONGER
-def test_both_transports_give_the_same_bits_where_a_replica_is_one_device():
+def test_all_exchanges_give_the_same_bits_where_a_replica_is_one_device():
   # Quickly compiled programs round the same sums differently.
   bits = run_on_8_devices("bits", optimized=True)["bits"]
-  device, host = bits["device"], bits["host"]
-  # Only the device transport exchanges payloads inside programs of inner steps.
+  device, apart, host = bits["device"], bits["device, apart"], bits["host"]
+  # Only accelerators exchange payloads inside programs of inner steps.
   assert device.pop("hidden") > 1
-  assert host.pop("hidden") == 0
+  assert apart.pop("hidden") == host.pop("hidden") == 0
   assert device["late"] == 0
   assert np.isfinite(device["losses"]).all()
-  assert host == device
+  assert host == apart == device
 
 
 @pytest.mark.slow("compiles ten layouts")
