@@ -197,9 +197,7 @@ def _take_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
   if len(files) > 1:
     raise ConfigError(f"--config is given as {' and as '.join(files)}; give one.")
   config = _check_file(files[0])
-  named = [x for field, x in fields if field == "plugins"]
-  asked = dict(fields) | {"plugins": re.findall(r"[^\s,()'\"\[\]]+", " ".join(named))}
-  defaults = default_config(*plugins_of(leaves(config)), *plugins_of(asked))
+  defaults = default_config(*plugins_of(leaves(config)), *asked_plugins(fields))
   _fill_in(config, defaults)
   usual = leaves(Config().to_dict()) | leaves(defaults)
   known = usual | leaves(config)
@@ -218,6 +216,13 @@ def _take_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
         f" --config.{field}."
       )
   values["config"].parser = _Made(config=config.lock())
+
+
+def asked_plugins(fields: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+  """Returns the plug-ins that flags name, given as pairs (field, value)."""
+  named = [x for field, x in fields if field == "plugins"]
+  asked = dict(fields) | {"plugins": re.findall(r"[^\s,()'\"\[\]]+", " ".join(named))}
+  return plugins_of(asked)
 
 
 def _fill_in(

@@ -5,11 +5,13 @@ import itertools
 import pathlib
 from collections.abc import Sequence
 
+import ml_collections
+
 from diloco.config.checks import unknown
-from diloco.config.command_line import with_flags
-from diloco.config.resolve import leaves
+from diloco.config.command_line import asked_plugins, with_flags
+from diloco.config.resolve import add_plugins, leaves
 from diloco.errors import ConfigError
-from diloco.sweep.grid import Sweep
+from diloco.sweep.grid import Point, Sweep
 from diloco.sweep.search import Search, search_all
 from diloco.util import command
 
@@ -51,17 +53,25 @@ def _with_fields(
   for search in searches:
     beside = [axis.beside(p) for axis in search.grid.axes for p in search.points[:1]]
     some += itertools.chain.from_iterable(beside)
-  plain = [leaves(sweep.config(dict(point)).to_dict()) for point in some]
-  for flag in fields:
-    field = flag.removeprefix("--config.").partition("=")[0]
+  split = [flag.removeprefix("--config.").partition("=") for flag in fields]
+  pairs = [(field, value) for field, _, value in split]
+
+  def with_groups(point: Point) -> ml_collections.ConfigDict:
+    """Makes the config of a point, with the fields of the plug-ins that flags name."""
+    config = sweep.config(dict(point))
+    add_plugins(config, *asked_plugins(pairs))
+    return config
+
+  plain = [leaves(with_groups(point).to_dict()) for point in some]
+  for flag, (field, _) in zip(fields, pairs):
     if field not in plain[0]:
       raise ConfigError(f"--config.{field} is no field{unknown(field, plain[0])}.")
     if len({repr(values.get(field)) for values in plain}) > 1:
       raise ConfigError(
         f"{flag} is given, but the runs differ in {field}; leave it out."
       )
-  config = lambda point: with_flags(sweep.config(point), fields)
-  config(dict(some[0]))  # Raises an error if a value has a wrong type.
+  config = lambda point: with_flags(with_groups(point), fields)
+  config(some[0])  # Raises an error if a value has a wrong type.
   return dataclasses.replace(sweep, config=config)
 
 

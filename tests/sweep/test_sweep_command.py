@@ -72,10 +72,12 @@ def test_an_export_with_a_sweep_has_the_runs_of_this_sweep_only(tmp_path):
 def test_flags_of_fields_change_every_run_of_a_sweep(tmp_path):
   fields = ["--config.data.source=arrays:/data/c4", "--config.train.accumulate=2"]
   fields += ["--config.data.tokenizer=", "--config.eval.tokens=1e6"]
+  fields += ["--config.plugins=diagnostics", "--config.diagnostics.every=3"]
   sweep = load_sweep("ladder:size=35M", fields)
   plain = load_sweep("ladder:size=35M")
   changed = {"data.source": "arrays:/data/c4", "train.accumulate": 2}
   changed |= {"data.tokenizer": "", "eval.tokens": 1_000_000}
+  changed |= {"plugins": ("diagnostics",), "diagnostics.every": 3}
   points = [p for s in search_all(sweep.grids, lambda point: None) for p in s.points]
   assert len(points) == 5
   for point in points:
