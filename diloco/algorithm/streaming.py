@@ -240,7 +240,7 @@ class Streaming:
     The key depends only on the seed, t and the number. So the random numbers are the
     same in every part of a run, with every transport, and after a run resumes.
     """
-    return _key(np.uint32(t), np.uint32(number), seed=self.seed)
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), t), number)
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
@@ -292,11 +292,6 @@ class Streaming:
       states=tuple(self.outer_step.states.items()),
       mesh=self.mesh,
     )
-
-
-@functools.partial(jax.jit, static_argnames="seed")  # One launch instead of ten.
-def _key(t: np.uint32, number: np.uint32, *, seed: int) -> jax.Array:
-  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), t), number)
 
 
 def make_streaming(
