@@ -1,17 +1,22 @@
 """Runs that train together get the files and the losses that they get alone."""
 
+import dataclasses
+import functools
 import json
 import os
 import shutil
 import signal
 
+import jax
 import numpy as np
 import pytest
 from conftest import tiny_config, update
 
 from diloco import session, train
-from diloco.config import add_plugins, resolve
+from diloco.algorithm.method import make_method
+from diloco.config import add_plugins, changed, resolve
 from diloco.log import metrics
+from diloco.mesh.devices import make_mesh
 from diloco.processes import stop
 from diloco.sweep import job, table
 from diloco.sweep import worker as run_together
@@ -93,6 +98,31 @@ def check(found, want):
   a, b = (json.loads((f / "summary.json").read_text()) for f in (found, want))
   close(a, b)
   assert {name: a[name] for name in SAME} == {name: b[name] for name in SAME}
+
+
+def test_each_run_of_a_group_draws_the_numbers_of_its_own_seed():
+  """In one sync of DiLoCo, whose compressor keeps values that a seed draws."""
+  c = tiny_config()
+  update(c, {"algorithm": "diloco", "fragments.pattern": "whole", "overlap.tau": 0})
+  update(c, {"wire.compressor": "random", "model.num_layers": 1, "sync_every": 1})
+  plain = resolve(c)
+  runs, mesh = [changed(plain, {"seed": seed}) for seed in (3, 4)], make_mesh(plain)
+
+  def sync(method):
+    state = method.init()
+    params = jax.tree.map(lambda x: 1.5 * x, state.params)
+    _, state, _ = method.outer(1, dataclasses.replace(state, params=params))
+    return state.outer.theta[0]
+
+  close_to = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+  with jax.set_mesh(mesh):
+    group = together.Together(
+      plain, make_method(plain, mesh).sync, together.numbers_of(runs)
+    )
+    found = sync(group)
+    for r, own in enumerate(runs):
+      alone = sync(make_method(own, mesh))
+      jax.tree.map(close_to, group.of_run(found, r), alone)
 
 
 @pytest.mark.slow("groups of whole runs")
