@@ -63,6 +63,8 @@ class Ablation:
       Data-parallel has no outer rate.
     rates: {scale: outer rates among which each cell chooses}. If small runs tune
       outer_lr, the search begins with the middle rate.
+    momenta: outer momenta among which each small cell chooses; the search begins with
+      0.5. Empty: a cell has one.
   """
 
   family: str
@@ -72,6 +74,7 @@ class Ablation:
   also: str = ""
   tuned: Sequence[str] = ()
   rates: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+  momenta: Sequence[float] = ()
 
 
 def cross(**values) -> list[Point]:
@@ -133,6 +136,7 @@ def _algorithms() -> list[Point]:
 METHODS = load_module("methods", "get_config", "methods")
 _TAUS = (1, 2, 5, 10, 15, 20)
 _FEDPART = streaming(cross(fedpart=(False, True)))
+_NINE = {"momentum": 0.9, "outer_lr": 0.4}  # As in Streaming DiLoCo, section 3.2.
 _TAU = streaming(cross(alpha=(0.0, 0.5), tau=_TAUS))
 _TAU_2 = streaming(cross(alpha=(0.5,), tau_2=_TAUS))
 _REPLICAS = cross(
@@ -163,7 +167,7 @@ ABLATIONS = {
   ),
   "fedpart": Ablation(
     "streaming",
-    _FEDPART,
+    [cell | _NINE for cell in _FEDPART],
     _FEDPART,
     Chart(
       "FedPart (2501.18512, section 3.3.1)",
@@ -296,30 +300,41 @@ ABLATIONS = {
 }
 
 
-def _nine(name: str, cells: Sequence[Point], **fields) -> Ablation:
-  """Makes an ablation of small runs with both papers' outer momentum, 0.9.
+def _again(name: str, cells: Sequence[Point], **fields) -> Ablation:
+  """Makes an ablation of small runs with another outer momentum.
 
-  The runs have Streaming DiLoCo's outer rate (2501.18512, section 3.2), unless a cell
-  has another rate or the rate is tuned. The title names no figure of a paper, because
-  runs with scale=paper have this momentum anyway.
+  It is both papers' momentum, 0.9, or tuned, if the fields have momenta. Runs with 0.9
+  have Streaming DiLoCo's outer rate (2501.18512, section 3.2), unless a cell has
+  another rate or the rate is tuned. The title names no figure of a paper, because runs
+  with scale=paper have the momentum 0.9 anyway.
   """
-  plain = ABLATIONS[name]
-  title = f"{plain.chart.title.partition(' (')[0]} with outer momentum 0.9"
+  plain, best = ABLATIONS[name], "momenta" in fields
+  title = plain.chart.title.partition(" (")[0]
+  title += f" with {'the best outer momentum' if best else 'outer momentum 0.9'}"
   chart = dataclasses.replace(plain.chart, title=title)
-  rate = {} if "tuned" in fields else {"outer_lr": 0.4}
-  small = [{"momentum": 0.9, **rate, **cell} for cell in cells]
+  given = {} if best else {"momentum": 0.9}
+  given |= {} if "tuned" in fields else {"outer_lr": 0.4}
+  small = [{**given, **cell} for cell in cells]
   return Ablation(plain.family, small, [], chart, **fields)
 
 
+_ROUNDS = [c | {"sync_every": h} for c in replicas(1, 2, 4)[1:] for h in (1, 10, 100)]
 ABLATIONS |= {
-  "outer_rate_9": _nine(
+  "outer_rate_9": _again(
     "outer_rate",
-    [c | {"sync_every": h} for c in replicas(2, 4)[1:] for h in (1, 10, 100)],
+    _ROUNDS,
     tuned=("outer_lr",),
     rates={"small": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)},
   ),
+  "outer_rate_best": _again(
+    "outer_rate",
+    [cell for cell in _ROUNDS if cell["replicas"] > 1],
+    tuned=("outer_lr",),
+    rates={"small": (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.4)},
+    momenta=(0.0, 0.5, 0.7, 0.9),
+  ),
   # With four times the tokens, a run has 60 outer steps instead of 15.
-  "batch_9": _nine(
+  "batch_9": _again(
     "batch",
     [c | {"batch": 32, "overtrain": 4} for c in replicas(2, 4)],
     tuned=("lr", "outer_lr"),
@@ -336,8 +351,8 @@ ABLATIONS |= {
     [],
     Chart("Outer rate with outer momentum 0.9", "outer_lr", ALGORITHM, "outer rate"),
   ),
-  "cadence_9": _nine("cadence", [c for c in _CADENCE if c["sync_every"] in (5, 30)]),
-  "tau_9": _nine("tau", [c for c in _TAU if c["tau"] in (1, 10)]),
+  "cadence_9": _again("cadence", [c for c in _CADENCE if c["sync_every"] in (5, 30)]),
+  "tau_9": _again("tau", [c for c in _TAU if c["tau"] in (1, 10)]),
 }
 OPTIONS = {"scale": ("small", "paper"), "seeds": int, "size": str, "text": str}
 
@@ -404,6 +419,8 @@ def _grids(
   axes = [*inner] if "lr" in ablation.tuned else []
   if "outer_lr" in ablation.tuned:
     axes.append(Axis("outer_lr", values, first=(values[len(values) // 2],)))
+  if ablation.momenta:
+    axes.append(Axis("tuned_momentum", ablation.momenta, first=(0.5,)))
   grids = [
     Grid(f"{name} data-parallel", seeded([0], plain), inner),
     Grid(name, seeded([0], others), axes),
@@ -429,6 +446,10 @@ def get_config(point: Point, family: str = "streaming", text: str = "sotu"):
   c.outer.learning_rate = point.get("outer_lr", c.outer.learning_rate)
   if "momentum" in point:
     c.outer.optimizer = f"sgd(momentum={point['momentum']}, nesterov=True)"
+  if "tuned_momentum" in point:
+    # Not spelled as above: recorded runs of `outer_rate` have this optimizer too, and
+    # an older text.
+    c.outer.optimizer = f"sgd(nesterov=True, momentum={point['tuned_momentum']})"
   if point.get("fedpart"):
     add_plugins(c, "fedpart")
     c.fedpart.on = True

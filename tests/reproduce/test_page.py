@@ -18,6 +18,7 @@ SCORED = [row for row in SCORED if row["point_weights"] != "bfloat16"]
 # 95% quantiles of Student's t by number of seeds.
 STUDENT = {3: 2.919986, 8: 1.894579}
 BASE = {"fragments.size": 1, "overlap.taus": [1, 1], "wire.format": "e3m0"}
+NINE = {"algorithm": "streaming", "momentum": "0.9", "outer_lr": "0.4"}
 GROUPS = ("fedpart", "fragments", "outer", "overlap", "wire")
 
 
@@ -60,9 +61,9 @@ def eight(**own) -> dict[str, float]:
   return of_config(SCORED, **own)
 
 
-def nine(rounds: str, rate: str) -> dict[str, float]:
-  """{seed: loss} with outer momentum 0.9, without the seed that chose the rate."""
-  points = {"momentum": "0.9", "algorithm": "diloco", "replicas": "2"}
+def chosen(rounds: str, rate: str, **points: str) -> dict[str, float]:
+  """{seed: loss} of DiLoCo with M = 2, without the seed that chose the rate."""
+  points |= {"algorithm": "diloco", "replicas": "2"}
   found = losses(**points, sync_every=rounds, outer_lr=rate)
   return {seed: loss for seed, loss in found.items() if seed != "0"}
 
@@ -72,10 +73,17 @@ CLAIMS = {
   "With alpha = 0, tau = 10 .* 0.5$": lambda: (tau(10), tau(1)),
   "With alpha = 0.5, tau = 10 .* 0.5$": lambda: (tau(10, 0.5), tau(1, 0.5)),
   "For M=2, H=1 is worse than H=10, with outer momentum 0.9": lambda: (
-    nine("1", "0.1"),
-    nine("10", "0.4"),
+    chosen("1", "0.1", momentum="0.9"),
+    chosen("10", "0.4", momentum="0.9"),
   ),
-  "Freezing the other fragments": lambda: (of_config(fedpart__on=True), of_config()),
+  "For M=2, H=1 is worse than H=100, with the best": lambda: (
+    chosen("1", "1.4", tuned_momentum="0.0"),
+    chosen("100", "1.0", tuned_momentum="0.5"),
+  ),
+  "Freezing the other fragments": lambda: (
+    losses(**NINE, fedpart="True"),
+    losses(**NINE, fedpart="", sync_every="", tau=""),
+  ),
   "At the bytes of 4 bits, top-k is": lambda: (
     losses(compressor="topk", bits="4"),
     of_config(),

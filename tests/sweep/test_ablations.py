@@ -43,7 +43,7 @@ def test_a_seed_of_all_ablations_has_as_many_runs_as_the_papers_figures():
   found = collections.Counter[str]()
   for name, scale in SCALES:
     found[scale] += len(points(f"{name},scale={scale}"))
-  assert found == {"small": 209, "paper": 269}
+  assert found == {"small": 218, "paper": 269}
 
 
 @pytest.mark.parametrize(("name", "scale"), SCALES)
@@ -166,6 +166,15 @@ def test_batches_of_diloco_tune_the_outer_rate_too_and_later_seeds_take_it():
     if s.cell["seed"] > 0:  # It takes what the first seed chose.
       assert s.points == [s.best]
   assert {s.cell["seed"] for s in searches} == {0, 1, 2}
+
+
+def test_the_best_outer_momentum_is_tuned_with_the_outer_rate():
+  loss = lambda point: abs(point["tuned_momentum"] - 0.7) + abs(point["outer_lr"] - 0.2)
+  searches = search_all(load_sweep("ablations:outer_rate_best,seeds=2").grids, loss)
+  assert {s.cell["sync_every"] for s in searches} == {1, 10, 100}
+  for s in searches:
+    assert s.state == "interior"
+    assert (s.best["tuned_momentum"], s.best["outer_lr"]) == (0.7, 0.2)
 
 
 def test_a_chart_reports_the_test_loss_of_the_run_that_the_other_loss_chose(tmp_path):
