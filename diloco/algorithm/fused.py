@@ -73,7 +73,7 @@ def send(
   theta: PyTree,
   codec_state: PyTree,
   layers: Layers,
-  key: Array,
+  key: Array | None,
   first: int = 0,
   *,
   wire: WireConfig,

@@ -213,7 +213,9 @@ class Streaming:
     first: int = 0,
   ) -> tuple[jax.Array, PyTree, Metrics]:
     """Lines 7 and 8 on arrays, with theta on the devices; see `outer.send`."""
-    layers, key = self.layers[p], self.key(t, p)
+    # A key takes milliseconds on CPUs, and the fused form draws no random numbers.
+    key = None if self.lines_7_8 is fused.send else self.key(t, p)
+    layers = self.layers[p]
     with TraceAnnotation("send"):
       return self.lines_7_8(
         params_M, theta, codec_state, layers, key, first, wire=self.wire, mesh=self.mesh
