@@ -42,6 +42,7 @@ STEPS, BATCH, LENGTH = 1800, 8, 64
 # starts at START. Other ablations take RATES, the best rates of the ablation `batch`
 # with 8 sequences. M = 8 takes the rate of M = 4; Streaming DiLoCo takes DiLoCo's rate.
 START = -13
+MOMENTA = (0.0, 0.5, 0.7, 0.9)  # Outer momenta of an ablation that tunes them.
 RATE = 0.8  # Outer rate of small runs, unless an ablation varies it.
 RATES = {"data_parallel": -10, 1: -12, 2: -11, 4: -12, 8: -12}
 FORMATS = {32: "fp32", 16: "bf16", 8: "e4m3", 4: "e3m0"}
@@ -58,13 +59,11 @@ class Ablation:
       another sweep, such as that of configs/ladder.py, has these runs.
     chart: how to compare the cells.
     also: further figures of these runs, at another `size` or with other numbers.
-    tuned: which of lr and outer_lr small runs tune with seed 0. Several seeds are then
-      1, 2, ..., because the best of many runs with seed 0 is partly lucky.
+    tuned: which of lr, outer_lr and momentum small runs tune with seed 0. Several seeds
+      are then 1, 2, ..., because the best of many runs with seed 0 is partly lucky.
       Data-parallel has no outer rate.
     rates: {scale: outer rates among which each cell chooses}. If small runs tune
       outer_lr, the search begins with the middle rate.
-    momenta: outer momenta among which each small cell chooses; the search begins with
-      0.5. Empty: a cell has one.
   """
 
   family: str
@@ -74,7 +73,6 @@ class Ablation:
   also: str = ""
   tuned: Sequence[str] = ()
   rates: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
-  momenta: Sequence[float] = ()
 
 
 def cross(**values) -> list[Point]:
@@ -136,7 +134,8 @@ def _algorithms() -> list[Point]:
 METHODS = load_module("methods", "get_config", "methods")
 _TAUS = (1, 2, 5, 10, 15, 20)
 _FEDPART = streaming(cross(fedpart=(False, True)))
-_NINE = {"momentum": 0.9, "outer_lr": 0.4}  # As in Streaming DiLoCo, section 3.2.
+# Both papers' outer momentum, and Streaming DiLoCo's outer rate (section 3.2).
+_NINE = {"momentum": 0.9, "outer_lr": 0.4}
 _TAU = streaming(cross(alpha=(0.0, 0.5), tau=_TAUS))
 _TAU_2 = streaming(cross(alpha=(0.5,), tau_2=_TAUS))
 _REPLICAS = cross(
@@ -303,17 +302,15 @@ ABLATIONS = {
 def _again(name: str, cells: Sequence[Point], **fields) -> Ablation:
   """Makes an ablation of small runs with another outer momentum.
 
-  It is both papers' momentum, 0.9, or tuned, if the fields have momenta. Runs with 0.9
-  have Streaming DiLoCo's outer rate (2501.18512, section 3.2), unless a cell has
-  another rate or the rate is tuned. The title names no figure of a paper, because runs
-  with scale=paper have the momentum 0.9 anyway.
+  Momentum and rate are those of _NINE, unless they are tuned or a cell has others. The
+  title names no figure of a paper, because runs with scale=paper have the momentum 0.9
+  anyway.
   """
-  plain, best = ABLATIONS[name], "momenta" in fields
-  title = plain.chart.title.partition(" (")[0]
-  title += f" with {'the best outer momentum' if best else 'outer momentum 0.9'}"
+  plain, tuned = ABLATIONS[name], fields.get("tuned", ())
+  momentum = "the best outer momentum" if "momentum" in tuned else "outer momentum 0.9"
+  title = f"{plain.chart.title.partition(' (')[0]} with {momentum}"
   chart = dataclasses.replace(plain.chart, title=title)
-  given = {} if best else {"momentum": 0.9}
-  given |= {} if "tuned" in fields else {"outer_lr": 0.4}
+  given = {key: value for key, value in _NINE.items() if key not in tuned}
   small = [{**given, **cell} for cell in cells]
   return Ablation(plain.family, small, [], chart, **fields)
 
@@ -329,9 +326,8 @@ ABLATIONS |= {
   "outer_rate_best": _again(
     "outer_rate",
     [cell for cell in _ROUNDS if cell["replicas"] > 1],
-    tuned=("outer_lr",),
+    tuned=("outer_lr", "momentum"),
     rates={"small": (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.4)},
-    momenta=(0.0, 0.5, 0.7, 0.9),
   ),
   # With four times the tokens, a run has 60 outer steps instead of 15.
   "batch_9": _again(
@@ -419,8 +415,8 @@ def _grids(
   axes = [*inner] if "lr" in ablation.tuned else []
   if "outer_lr" in ablation.tuned:
     axes.append(Axis("outer_lr", values, first=(values[len(values) // 2],)))
-  if ablation.momenta:
-    axes.append(Axis("tuned_momentum", ablation.momenta, first=(0.5,)))
+  if "momentum" in ablation.tuned:
+    axes.append(Axis("tuned_momentum", MOMENTA, first=(0.5,)))
   grids = [
     Grid(f"{name} data-parallel", seeded([0], plain), inner),
     Grid(name, seeded([0], others), axes),

@@ -40,7 +40,6 @@ from diloco.wire import exchange, transport
 from diloco.wire.transport import transmit
 
 STEPS = 6
-BITS = ("device", "device, apart", "host")
 transport.OVERLAPPING = {"cpu"}  # These programs are those of accelerators.
 
 
@@ -85,11 +84,11 @@ def losses(devices: int, **fields) -> list[list[float]]:
   return found
 
 
-def bits(kind: str) -> dict:
+def bits(kind: str, overlapping: frozenset[str] = frozenset({"cpu"})) -> dict:
   """Trains on 2 devices as diloco.train does; losses, and digests of the end."""
   fields = {"sync_every": 6, "overlap.tau": 2, "fragments.size": 3, "mesh.fsdp": 1}
-  c = make_config(**fields, **{"overlap.transport": kind.partition(",")[0]})
-  transport.OVERLAPPING = {} if kind.endswith("apart") else {"cpu"}
+  c = make_config(**fields, **{"overlap.transport": kind})
+  transport.OVERLAPPING = overlapping
   found, hidden, late, last = [], 0, 0, 13
   with begun(c, 2) as (method, sync, s):
     arrived = exchange.transmitted(sync.mesh)
@@ -457,7 +456,11 @@ def main() -> None:
       f"{devices}, {fsdp}": functools.partial(diagnosed, devices, fsdp)
       for devices, fsdp in ((1, 1), (2, 2), (2, 1), (4, 2))
     },
-    "bits": {name: functools.partial(bits, name) for name in BITS},
+    "bits": {
+      "device": functools.partial(bits, "device"),
+      "apart": functools.partial(bits, "device", frozenset()),
+      "host": functools.partial(bits, "host"),
+    },
     "shards": {
       name: functools.partial(shards, name)
       for name in ("quantize", "random", "feedback")

@@ -53,13 +53,13 @@ def _with_fields(
   for search in searches:
     beside = [axis.beside(p) for axis in search.grid.axes for p in search.points[:1]]
     some += itertools.chain.from_iterable(beside)
-  split = [flag.removeprefix("--config.").partition("=") for flag in fields]
-  pairs = [(field, value) for field, _, value in split]
+  pairs = [flag.removeprefix("--config.").partition("=")[::2] for flag in fields]
+  named = asked_plugins(pairs)
 
   def with_groups(point: Point) -> ml_collections.ConfigDict:
     """Makes the config of a point, with the fields of the plug-ins that flags name."""
     config = sweep.config(dict(point))
-    add_plugins(config, *asked_plugins(pairs))
+    add_plugins(config, *named)
     return config
 
   plain = [leaves(with_groups(point).to_dict()) for point in some]

@@ -94,7 +94,7 @@ def test_splash_trains_data_parallel_like_xla(attentions):
 def test_all_exchanges_give_the_same_bits_where_a_replica_is_one_device():
   # Quickly compiled programs round the same sums differently.
   bits = run_on_8_devices("bits", optimized=True)["bits"]
-  device, apart, host = bits["device"], bits["device, apart"], bits["host"]
+  device, apart, host = bits["device"], bits["apart"], bits["host"]
   # Only accelerators exchange payloads inside programs of inner steps.
   assert device.pop("hidden") > 1
   assert apart.pop("hidden") == host.pop("hidden") == 0
