@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from diloco.data import EvalSet
@@ -38,11 +37,13 @@ class EvalResult:
 def evaluate(params: Any, eval_set: EvalSet, m: ModelConfig, mesh: Mesh) -> EvalResult:
   """Computes the loss of one replica's parameters on a fixed set of batches."""
   place = functools.partial(sharding.place, sharding=sharding.eval_sharding(mesh))
-  sums = [
-    sum_of_losses(params, place(tokens), place(weights), m=m)
-    for tokens, weights in zip(eval_set.tokens, eval_set.weights)
-  ]
-  total = float(np.sum(jax.device_get(sums), dtype=np.float64))
+  # Fetches each sum after the next launch, so that no device waits. With dozens of
+  # launches at once, collectives between CPU devices may wait for each other forever.
+  total, before = 0.0, 0.0
+  for tokens, weights in zip(eval_set.tokens, eval_set.weights):
+    after = sum_of_losses(params, place(tokens), place(weights), m=m)
+    total, before = total + float(before), after
+  total += float(before)
   bits = total / math.log(2)
   return EvalResult(total / eval_set.num_tokens, bits / eval_set.num_bytes)
 

@@ -28,3 +28,24 @@ def test_padding_counts_neither_as_loss_nor_as_tokens(tiny):
     result = heldout.evaluate(params, eval_set, c.model, mesh)
   assert result.loss == pytest.approx(total / count, rel=1e-5)
   assert result.bits_per_byte == pytest.approx(total / np.log(2) / 1000, rel=1e-5)
+
+
+def test_few_batches_are_launched_at_once(tiny, monkeypatch):
+  """With hundreds, collectives between CPU devices wait for each other forever."""
+  c = resolve(tiny)
+  launched, fetched = 0, list[int]()
+
+  class Sum:
+    def __init__(self):
+      nonlocal launched
+      launched += 1
+
+    def __float__(self) -> float:
+      fetched.append(launched)
+      return 1.0
+
+  monkeypatch.setattr(heldout, "sum_of_losses", lambda *args, m: Sum())
+  tokens = np.zeros((9, 4, c.model.seq_len), np.int32)
+  eval_set = EvalSet(tokens, np.ones(tokens.shape, np.float32), 9, 9)
+  assert heldout.evaluate({}, eval_set, c.model, make_mesh(c)).loss == 1
+  assert fetched == [2, 3, 4, 5, 6, 7, 8, 9, 9]
