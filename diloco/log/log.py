@@ -80,7 +80,8 @@ class Log:
     )
     # Computes all learning rates now: later, a device would first run the steps that
     # are in flight.
-    self._rates = np.asarray(learning_rate(c)(np.arange(c.train.steps)))
+    rates = jax.jit(lambda peak, count: learning_rate(c, peak)(count))
+    self._rates = np.asarray(rates(c.inner.learning_rate, np.arange(c.train.steps)))
     # The launch that is not reported yet: its steps, their metrics and its events.
     self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
     self._began = time.perf_counter() - self._spent.wall_s
