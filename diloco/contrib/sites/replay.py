@@ -21,7 +21,7 @@ def replay(args: argparse.Namespace) -> int:
   """Repeats the rounds that are kept; returns 1 if a bit differs.
 
   Raises:
-    ConfigError: there is no group, or its oldest snapshot is damaged.
+    ConfigError: there is no group, or its oldest snapshot or a round is damaged.
   """
   os.environ["JAX_PLATFORMS"] = "cpu"
   import json
@@ -57,6 +57,10 @@ def replay(args: argparse.Namespace) -> int:
     record = records.read_record(storage, calendar, site)
     digests = record["digests"] if record else {}
     noted += [(int(r), f"site {site}", x) for r, x in digests.items()]
+  # The number of rounds that the files speak of, of which none may be missing.
+  heads = [journal.number_of(x) or 0 for x in known if x.endswith(".head")]
+  closed_rounds = map(journal.number_of, storage.names(journal.FOLDER))
+  last = max([oldest, *heads, *(n + 1 for n in closed_rounds if n is not None)])
   rounds, applied, compared = journal.Journal(storage), oldest, 0
   while True:
     for _, name, said in [x for x in noted if x[0] == applied]:
@@ -72,6 +76,11 @@ def replay(args: argparse.Namespace) -> int:
       method.sync, calendar, closed, state.theta[p], state.opt_state[p]
     )
     state, applied = state.after_update(p, theta, opt_state), applied + 1
+  if applied < last:
+    raise ConfigError(
+      f"GROUP is {args.group!r}, whose {journal.path_of(applied)} is missing or"
+      " damaged, although later files are there; restore it from a copy."
+    )
   print(
     f"Rounds {oldest} to {applied - 1} of {len(calendar.rounds)} repeated, {compared}"
     " notes of the outer state compared; no bit differs."

@@ -9,7 +9,7 @@ import pytest
 from sites import Brisk, closed_round, make_calendar
 
 from diloco.contrib.sites import measure, outer_state, replay
-from diloco.contrib.sites.group.journal import Journal, head_of, state_of
+from diloco.contrib.sites.group.journal import Journal, head_of, path_of, state_of
 from diloco.contrib.sites.group.records import pack, record_of
 
 CALENDAR = make_calendar(3, steps=20)
@@ -72,11 +72,19 @@ def test_other_bits_are_named(group, tmp_path, capsys):
   assert said in capsys.readouterr().out
 
 
+def _without_journal(group):
+  for number in range(2, 6):
+    group.delete(path_of(number))
+
+
 @pytest.mark.parametrize(
   ("harm", "said"),
   [
     (lambda group: group.delete("config.json"), "whose config.json or snapshots/"),
     (lambda group: group.put(state_of(2), b"half"), f"{state_of(2)} is missing or"),
+    (lambda group: group.delete(path_of(2)), f"{path_of(2)} is missing or damaged"),
+    (lambda group: group.put(path_of(5), b"half"), f"{path_of(5)} is missing or"),
+    (_without_journal, f"{path_of(2)} is missing or damaged"),
   ],
 )
 def test_mistakes(group, tmp_path, capsys, harm, said):
