@@ -211,7 +211,7 @@ class Bucket(Storage):
       raise OSError(number, _short(error)) from error
 
 
-def _short(error: Exception) -> str:
+def _short(error: object) -> str:
   return str(error).partition("\n")[0][:300]
 
 
@@ -258,7 +258,7 @@ def open_storage(address: str, flag: str, writes: bool = True) -> Storage:
       raise
     why = error.strerror if isinstance(error, OSError) and error.strerror else error
     raise ConfigError(
-      f"{flag} is {address!r}, where nothing can be written ({_short(Exception(why))});"
+      f"{flag} is {address!r}, where nothing can be written ({_short(why)});"
       " give a folder with hard links, or a bucket, that this machine can write."
     ) from error
   if not is_exclusive:
