@@ -57,7 +57,9 @@ def outer_step(
   for p in sync.schedule.sends(t, last_send):  # Line 6.
     state, sent = sync.send(t, p, params_M, state)  # Lines 7 and 8.
     events.append(Event("send", p, t, sync.sync_bytes(p), sent))
-  for p, mask in sync.schedule.arrivals(t, last_send):  # Line 9.
+  for i, (p, mask) in enumerate(sync.schedule.arrivals(t, last_send)):  # Line 9.
+    if i and sync.transport.waits:
+      jax.block_until_ready(params_M)
     theta = state.theta[p]
     if sync.schedule.is_outer_step(p, t):  # True only at p's first arrival.
       state, theta, received = sync.receive(p, state)  # Lines 10 and 11.

@@ -66,6 +66,9 @@ class DeviceTransport:
     moves: whether payloads cross devices.
     overlaps: whether an exchange must share a program with inner steps to overlap them.
       If so, `behind` calls `start` and `finish` below. Always False for hosts.
+    waits: whether launches wait for earlier ones. With dozens of launches at once,
+      collectives between CPU devices may wait for each other forever: in a final sync
+      of many fragments, or if a loop fetches no loss.
     hosts: a mesh with one CPU of each process if hosts carry payloads and keep the
       outer state; None if devices do so.
   """
@@ -75,7 +78,9 @@ class DeviceTransport:
   def __init__(self, mesh: Mesh, packed: bool = True):
     self._mesh = mesh
     self.moves = packed and mesh.shape[REPLICA] > 1
-    self.overlaps = self.moves and mesh.devices.flat[0].platform in OVERLAPPING
+    overlapping = mesh.devices.flat[0].platform in OVERLAPPING
+    self.overlaps = self.moves and overlapping
+    self.waits = mesh.devices.size > 1 and not overlapping
 
   def connect(self) -> None:
     """Opens the connections; all processes call this at the start of a run.
@@ -95,6 +100,8 @@ class DeviceTransport:
     Raises:
       ExchangeFailed: another process is probably gone.
     """
+    if self.waits:
+      jax.block_until_ready(payload)
     return transmit(payload, mesh=self._mesh) if self.moves else payload
 
 
@@ -219,7 +226,7 @@ class HostTransport:
   See `DeviceTransport`, which has the same methods.
   """
 
-  moves = overlaps = False
+  moves = overlaps = waits = False
 
   def __init__(self, mesh: Mesh):
     self._mesh = mesh

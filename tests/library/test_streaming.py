@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 
+import cpu_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -420,3 +421,22 @@ def test_the_page_says_what_is_there(tmp_path):
   changed = [x for x in patch.splitlines() if re.match(r"[+-](?![+-])\s*\S", x)]
   assert len(changed) <= 25
   assert {*re.findall(r"diloco\.(\w+)", patch)} <= {*diloco.__all__}
+
+
+MANY_FRAGMENTS = """
+import diloco, jax, jax.numpy as jnp
+mesh = diloco.replica_mesh(2)
+params_M = diloco.replicate({"blocks": {"w": jnp.ones((24, 256, 256))}}, 2, mesh)
+layers = diloco.Stacked("blocks", size=1)
+method = diloco.streaming(params_M, sync_every=100, fragments=layers, mesh=mesh)
+state = method.init(params_M)
+params_M, state, events = method.drain(0, params_M, state, final_sync=True)
+jax.block_until_ready(params_M)
+print(len(events))
+"""
+
+
+@pytest.mark.integration("a process with two CPU devices")
+def test_a_final_sync_of_many_fragments_ends():
+  """With all launches at once, the collectives of two CPU devices hang."""
+  assert cpu_devices.run(2, "-c", MANY_FRAGMENTS) == 2 * 24
