@@ -95,7 +95,8 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   divides the decay by the peak rate.
 
   Raises:
-    ConfigError: inner.optimizer is unknown, or takes no weight decay.
+    ConfigError: inner.optimizer is unknown, or takes no weight decay; or several
+      plug-ins change the inner optimizer.
   """
   values = values or tuned(c)
   norm = c.inner.clip_norm
@@ -103,8 +104,14 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   rate = learning_rate(c, values.learning_rate)
   decay = values.weight_decay if c.inner.weight_decay else None
   make = partial(_make, "inner.optimizer", c.inner.optimizer, rate, decay)
-  found = (extension.inner_optimizer(c, clip, make) for extension in c.extensions)
-  return next(filter(None, found), None) or optax.chain(clip, make())
+  made = [extension.inner_optimizer(c, clip, make) for extension in c.extensions]
+  found = [*filter(None, made)]
+  if len(found) > 1:
+    raise ConfigError(
+      f"plugins is {','.join(c.plugins)}, of which {len(found)} change the inner"
+      " optimizer; switch off all but one."
+    )
+  return found[0] if found else optax.chain(clip, make())
 
 
 def averages(opt_state: PyTree) -> list[PyTree]:

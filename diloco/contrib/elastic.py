@@ -51,6 +51,7 @@ class Elastic(plugins.Extension):
         "overlap.alpha": (0,),
         "overlap.transport": ("device", "host"),
         "warm_start.steps": OFF,
+        "delayed_averaging.on": OFF,
       },
     ),
   )

@@ -82,8 +82,11 @@ def test_the_pull_by_hand(tiny, tau):
   [
     ({"overlap.alpha": 0.5}, r"elastic\.pull.*overlap\.alpha"),
     ({"overlap.taus": (1, 2)}, r"elastic\.pull.*choose equal ones"),
+    ({"delayed_averaging.on": True}, r"elastic\.pull.*delayed_averaging\.on"),
+    ({"fedpart.on": True}, "of which 2 change the inner optimizer"),
   ],
 )
 def test_what_cannot_work_is_refused(tiny, fields, message):
+  add_plugins(tiny, "delayed_averaging", "fedpart")
   with pytest.raises(ConfigError, match=message):
-    make(tiny, **fields)
+    make_inner(make(tiny, **fields))
