@@ -145,7 +145,7 @@ class Streaming:
       params_M, state, more = self.step(t, params_M, state, last_send=last)
       events += more
     if final_sync:
-      # No other send used step t + 1 for its PRNG key, so the random numbers are new.
+      # No earlier send used step t + 1 for its PRNG key: the random numbers are new.
       now = Schedule(len(self.fragments), 1, (0,) * self.replicas)
       sync = dataclasses.replace(self, schedule=now)
       params_M, state, more = outer.outer_step(sync, t + 1, params_M, state)

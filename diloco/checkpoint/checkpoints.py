@@ -166,7 +166,9 @@ class Checkpoints:
       for sentence in filter(None, (self._check(record, step), mixture)):
         print_line(sentence)
     if record.finished and step < self._c.train.steps:
-      record = dataclasses.replace(record, finished=False, drained=step)
+      # The end may have sent at a step number that a later step has again.
+      ledger = record.ledger | {"latest": [0, 0]}
+      record = dataclasses.replace(record, finished=False, drained=step, ledger=ledger)
     if not record.finished:
       self._check_room()
     return Stored(step, record, state)

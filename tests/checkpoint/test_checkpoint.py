@@ -98,12 +98,15 @@ def test_a_run_does_not_start_again_if_no_checkpoint_can_be_read(c, tmp_path):
 
 def test_an_extended_run_knows_where_it_was_drained(c, tmp_path):
   c = changed(c, {"inner.decay_steps": 12, "train.steps": 12})
-  record = Record(changed(c, {"train.steps": 8}).to_dict(), finished=True)
+  old, ledger = changed(c, {"train.steps": 8}).to_dict(), {"latest": [10, 400]}
+  record = Record(old, ledger=ledger, finished=True)
   with contextlib.closing(open_checkpoints(tmp_path, c)) as checkpoints:
     checkpoints.save(8, state(8), record)
     checkpoints.wait()
     restored = checkpoints.restore().record
   assert (restored.drained, restored.finished) == (8, False)
+  # The bytes of the end are not added to those of the new step 10.
+  assert restored.ledger["latest"] == [0, 0]
 
 
 def test_a_step_that_cannot_be_saved_is_an_error(c, tmp_path):
