@@ -138,6 +138,11 @@ def mixture(read: Mapping[str, str], reads: Mapping[str, str], step: int) -> str
 
 def _extension(old: Config, c: Config, step: int) -> str:
   before, now = old.train.steps, c.train.steps
+  if step == before and not all(x.extends() for x in c.extensions):
+    raise ConfigError(
+      f"train.steps is {now}, but the run finished after {before} steps, and one of its"
+      f" plug-ins ({', '.join(c.plugins)}) cannot extend it; choose another --workdir."
+    )
   rates = [float(learning_rate(x)(step)) for x in (old, c)]
   cosine = c.inner.final_fraction != 1
   if cosine and not c.inner.decay_steps and c.schedule_steps != old.schedule_steps:

@@ -60,6 +60,9 @@ class Elastic(plugins.Extension):
     if self.pull:
       check_equal_taus(c, f"elastic.pull is {self.pull:g}")
 
+  def extends(self) -> bool:
+    return not self.pull  # `merged` does not know what the end of a run has merged.
+
   def inner_optimizer(
     self,
     c: Config,

@@ -228,6 +228,10 @@ class Extension:
     """
     return ()
 
+  def extends(self) -> bool:
+    """Returns whether a finished run can be extended by more steps."""
+    return True
+
   def schedule(self, c: "Config") -> Timetable:
     """Returns the joint steps and the averages of this plug-in, see `Timetable`."""
     return Timetable()

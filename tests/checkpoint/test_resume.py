@@ -11,7 +11,7 @@ from conftest import first_of, update
 
 from diloco import train
 from diloco.checkpoint import resume
-from diloco.config import changed, resolve
+from diloco.config import add_plugins, changed, resolve
 from diloco.errors import ConfigError
 from diloco.interop.load import load
 from diloco.log import metrics
@@ -146,6 +146,14 @@ def test_an_extension_says_what_changes(tiny, before, fields, told):
   said = check(tiny, **{"train.steps": 16}, **fields)
   assert said.startswith("Extends the run from 8 to 16 steps: ")
   assert said.endswith(told)
+
+
+def test_a_plug_in_may_refuse_an_extension(tiny):
+  tiny.train.steps = 8
+  add_plugins(tiny, "elastic")
+  tiny.elastic.pull = 0.1
+  with pytest.raises(ConfigError, match=r"plug-ins \(elastic\) cannot extend it"):
+    check(tiny, **{"train.steps": 16, "inner.decay_steps": 8})
 
 
 @pytest.mark.parametrize("steps", [98, 11_000])
