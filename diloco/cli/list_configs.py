@@ -153,6 +153,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
+  if args.of and args.config:
+    raise ConfigError("--of chooses the configs itself; give a config or --of.")
   found, commands = runs_of(args.of) if args.of else (rows(args.config), [])
   print("\n".join([table(found), *commands]))
 

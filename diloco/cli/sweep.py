@@ -103,6 +103,12 @@ def run(args: argparse.Namespace, fields: Sequence[str]) -> int:
   Args:
     fields: flags --config.FIELD=VALUE.
   """
+  as_they_are = (args.export or args.fit) and not args.sweep
+  if fields and (args.imported or as_they_are):
+    raise ConfigError(
+      f"{fields[0]} changes the runs of --sweep, but this command takes runs as they"
+      " are; leave it out."
+    )
   if args.results is None and not (args.show or args.dry_run):
     raise ConfigError("--results is missing; give the folder that holds all runs.")
   if args.export:

@@ -14,7 +14,10 @@ TRAINED_ON = ("data.source", "data.train_split")
 CHOSEN_BY = {
   "data.tokenizer": ("data.tokenizer",),
   "data.source": TRAINED_ON,
-  HELD_OUT: ("data.eval_source", "data.eval_split", "eval.tokens", "data.tokenizer"),
+  HELD_OUT: (
+    *("data.eval_source", "data.eval_split", "data.add_bos"),
+    *("eval.tokens", "data.tokenizer"),
+  ),
 }
 # Model fields that change only speed, memory and rounding.
 FREE_OF_MODEL = ("model.attention", "model.remat", "model.unroll", "model.loss_chunk")

@@ -17,7 +17,6 @@ valid config has a directory with only run.json and ended.json.
 import contextlib
 import datetime
 import hashlib
-import itertools
 import json
 import math
 import pathlib
@@ -158,10 +157,8 @@ def check_texts(rows: Iterable[Row]) -> None:
 
 def _accuracy(directory: pathlib.Path, result: Row) -> float | None:
   """Returns the accuracy of the first task, from training or else `diloco evaluate`."""
-  later = (
-    files.read_json(p) or {} for p in sorted(directory.glob("evaluation_*.json"))
-  )
-  for record in itertools.chain([result], later):
+  later = files.read_json(directory / f"evaluation_{result.get('steps')}.json") or {}
+  for record in (result, later):
     for task in (record.get("tasks") or {}).values():
       return task["accuracy"]
   return None

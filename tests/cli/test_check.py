@@ -103,6 +103,11 @@ def test_training_opens_what_the_check_allows(tmp_path, every):
   assert all(9 < loss < 12 for losses in opened.values() for loss in losses)
 
 
+def test_an_item_chooses_its_configs_itself(capsys):
+  assert list_configs.main(["configs/sample.py", "--of=2501.18512 table 2"]) == 2
+  assert "give a config or --of" in capsys.readouterr().err
+
+
 def test_what_training_refuses_is_refused(tmp_path, capsys):
   given = ["--config=chinchilla:35M,M=2", "--topology=h100:8"]
   assert check.main([*given, "--slices=8"]) == 2

@@ -44,6 +44,7 @@ def make(contents=None, **fields):
       {"data.tokenizer": ("a.model", "b.model")},
     ),
     (make({}), make({HELD_OUT: "h2"}, eval__tokens=6), {"eval.tokens": (5, 6)}),
+    (make({}), make({HELD_OUT: "h2"}, data__add_bos=1), {"data.add_bos": (None, 1)}),
     (make({"jax": "0.8"}), make({}), {}),
   ],
 )

@@ -64,6 +64,9 @@ def test_the_accuracy_of_a_run_is_that_of_its_first_task(tmp_path):
   assert {row["accuracy"] for row in rows} == {None}
   later = {"step": 10, "tasks": {"a": {"accuracy": 0.75}}}
   files.write_json(rows[0]["folder"] / "evaluation_10.json", later)
+  # The accuracy of an earlier checkpoint does not belong to the run's loss.
+  earlier = {"step": 2, "tasks": {"a": {"accuracy": 0.125}}}
+  files.write_json(rows[0]["folder"] / "evaluation_02.json", earlier)
   accuracies = [row["accuracy"] for row in rows_of(tmp_path / "plain")]
   assert accuracies == [0.75] + [None] * (len(rows) - 1)
   csv_file.export(rows_of(tmp_path / "plain"), tmp_path / "a.csv")

@@ -56,6 +56,13 @@ def test_two_drivers_do_not_share_results(tmp_path):
   assert [row["error"] for row in rows_of(tmp_path)] == ["It failed."]
 
 
+@pytest.mark.parametrize("action", ["--fit", "--export=a.csv", "--import=a.csv"])
+def test_fields_change_no_recorded_runs(tmp_path, action):
+  done = called(cli.main, action, f"--results={tmp_path}", "--config.seed=3")
+  assert done.returncode == 2
+  assert "--config.seed=3 changes the runs of --sweep" in done.stderr
+
+
 def test_an_export_with_a_sweep_has_the_runs_of_this_sweep_only(tmp_path):
   results, out = tmp_path / "results", tmp_path / "out.csv"
   finish(make_driver(one_cell(1, 2, 4), results, Fake()))

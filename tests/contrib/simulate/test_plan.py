@@ -210,6 +210,19 @@ def test_the_recommended_flags_can_be_typed(capsys, sample):
   assert c.sync_every in plan.H
 
 
+def test_a_config_of_another_algorithm_has_the_same_settings(capsys, sample):
+  flag = "--config.algorithm=diloco"
+  diloco = load_config(str(ROOT / "configs" / "sample.py"), [flag])
+  ours, theirs = (
+    {(c.sync_every, c.overlap.taus, len(c.make_fragments())) for c in settings}
+    for settings in (plan.settings(sample, [4]), plan.settings(diloco, [4]))
+  )
+  assert {fragments for *_, fragments in ours} == {0, 5}  # 0: data-parallel.
+  assert {x for x in ours if x[2]} <= theirs
+  flags = "recommended  --config.algorithm=streaming --config.sync_every="
+  assert flags in run(capsys, *SAMPLE, flag, "--gbits=0.02")
+
+
 def test_a_loss_whose_sign_is_not_known_has_none():
   rows = [row(1, -0.2, half=0.3), row(1, -0.4, half=0.3), row(1, 0.0, half=0.0)]
   _, *lines = plan.table(rows, {"gbits": [1]})
