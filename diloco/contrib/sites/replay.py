@@ -15,13 +15,14 @@ from collections.abc import Sequence
 
 from diloco.errors import ConfigError
 from diloco.util.command import Parser, guarded
+from diloco.util.types import Json
 
 
 def replay(args: argparse.Namespace) -> int:
   """Repeats the rounds that are kept; returns 1 if a bit differs.
 
   Raises:
-    ConfigError: there is no group, or its oldest snapshot or a round is damaged.
+    ConfigError: there is no group, or a file that a site needs is damaged.
   """
   os.environ["JAX_PLATFORMS"] = "cpu"
   import json
@@ -35,24 +36,37 @@ def replay(args: argparse.Namespace) -> int:
   from diloco.util.storage import open_storage
 
   storage = open_storage(args.group, "GROUP", writes=False)
+
+  def whole(name: str) -> tuple[Json, memoryview]:
+    """Reads a file of the group that a site may need."""
+    if found := records.read(storage, name):
+      return found
+    raise ConfigError(
+      f"GROUP is {args.group!r}, whose {name} is missing or damaged; give the --group"
+      " of a run, or restore the file from a copy."
+    )
+
   known = sorted(storage.names("snapshots"))
   oldest = (
     next((journal.number_of(x) for x in known if x.endswith(".state")), None) or 0
   )
-  config, found = storage.get(CONFIG), records.read(storage, journal.state_of(oldest))
-  if config is None or found is None:
+  config = storage.get(CONFIG)
+  if config is None:
     raise ConfigError(
-      f"GROUP is {args.group!r}, whose {CONFIG} or {journal.state_of(oldest)} is"
-      " missing or damaged; give the --group of a run, or restore the file from a copy."
+      f"GROUP is {args.group!r}, which has no {CONFIG}; give the --group of a run."
     )
+  newest = whole("lease")[0].get("snapshot")
+  whole(journal.state_of(newest or 0))  # A new site begins with this state.
   calendar = Calendar(complete(json.loads(config)))
   method = method_on_cpu(calendar)
-  state = outer_state.from_bytes(bytes(found[1]), method.init().outer)
+  first = whole(journal.state_of(oldest))[1]
+  state = outer_state.from_bytes(bytes(first), method.init().outer)
   # (number of applied rounds, who noted the digests, digests of the outer state)
   noted = list[tuple[int, str, list[int]]]()
   for name in known:
-    if name.endswith(".head") and (head := records.read(storage, f"snapshots/{name}")):
-      noted.append((journal.number_of(name) or 0, name, head[0]["digests"]))
+    if name.endswith(".head"):
+      head, _ = whole(f"snapshots/{name}")
+      noted.append((journal.number_of(name) or 0, name, head["digests"]))
   for site in range(calendar.sites):
     record = records.read_record(storage, calendar, site)
     digests = record["digests"] if record else {}

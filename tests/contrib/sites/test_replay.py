@@ -43,6 +43,7 @@ def files(tmp_path_factory):
   record = {"session": "x", "beat": 1, "ready": 0, "sent": [], "reason": ""}
   record["digests"] = {"6": outer_state.digests(state)}
   storage.put(record_of(1), pack(record))
+  storage.put("lease", pack({"snapshot": 4}))
   for number in (0, 1):
     storage.delete(f"journal/{number:09d}.round")
   return folder
@@ -80,7 +81,10 @@ def _without_journal(group):
 @pytest.mark.parametrize(
   ("harm", "said"),
   [
-    (lambda group: group.delete("config.json"), "whose config.json or snapshots/"),
+    (lambda group: group.delete("config.json"), "which has no config.json"),
+    (lambda group: group.delete("lease"), "lease is missing or damaged"),
+    (lambda group: group.put(state_of(4), b"half"), f"{state_of(4)} is missing or"),
+    (lambda group: group.put(head_of(4), b"half"), f"{head_of(4)} is missing or"),
     (lambda group: group.put(state_of(2), b"half"), f"{state_of(2)} is missing or"),
     (lambda group: group.delete(path_of(2)), f"{path_of(2)} is missing or damaged"),
     (lambda group: group.put(path_of(5), b"half"), f"{path_of(5)} is missing or"),

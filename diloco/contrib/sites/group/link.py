@@ -402,11 +402,15 @@ class Link:
           f"--group is {self._address}, which has no closed round, but this site has"
           f" {number}; give the folder that the run had, or another --workdir."
         )
+      names = await asyncio.to_thread(self._storage.names, "snapshots")
+      if any(journal.number_of(name) for name in names):  # After a round or more.
+        raise ConfigError(
+          f"--group is {self._address}, which has snapshots but no readable lease;"
+          " restore this file from a copy."
+        )
       self._welcomed_with(Welcome(0, {}), own)
       return
-    head = await self._read(journal.head_of(snapshot))
-    if not head:
-      return
+    head = await self._whole(journal.head_of(snapshot))
     self._journal.begin(snapshot, head[0])
     await asyncio.to_thread(self._journal.advance)
     known = self._digests | {snapshot: head[0]["digests"]}
@@ -419,12 +423,11 @@ class Link:
   async def _skip(self) -> None:
     """Takes the newest snapshot, and begins with the rounds after it."""
     number = self._lease.seen["snapshot"]
-    head = await self._read(journal.head_of(number))
-    state = await self._read(journal.state_of(number))
-    if head and state:
-      self._journal.begin(number, head[0])
-      welcome = Welcome(number, self._journal.data.copy(), bytes(state[1]))
-      self._welcomed_with(welcome, head[0]["digests"])
+    head = await self._whole(journal.head_of(number))
+    state = await self._whole(journal.state_of(number))
+    self._journal.begin(number, head[0])
+    welcome = Welcome(number, self._journal.data.copy(), bytes(state[1]))
+    self._welcomed_with(welcome, head[0]["digests"])
 
   def _welcomed_with(self, welcome: Welcome, digests: list[int]) -> None:
     with self._changed:
@@ -477,6 +480,16 @@ class Link:
 
   async def _read(self, name: str) -> tuple[Json, memoryview] | None:
     return await asyncio.to_thread(records.read, self._storage, name)
+
+  async def _whole(self, name: str) -> tuple[Json, memoryview]:
+    """Reads a file that must be there.
+
+    Raises:
+      OSError: the file is missing or damaged; `_again` prints this.
+    """
+    if found := await self._read(name):
+      return found
+    raise OSError(f"{name} is missing or damaged")
 
   async def _write(self, name: str, data: bytes) -> None:
     await asyncio.to_thread(self._storage.put, name, data)

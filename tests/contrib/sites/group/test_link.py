@@ -321,6 +321,43 @@ def test_a_site_with_another_outer_state_ends_and_comes_back(start):
   assert len(states([*stay, back])) == 1
 
 
+@pytest.fixture
+def trained(start, tmp_path):
+  """The folder of a group that has ended, with snapshots after 4 and 8 rounds."""
+  players = start()
+  newest = lambda: {p.link._lease.seen.get("snapshot") for p in players}
+  for rounds in (range(4), range(4, 8)):
+    play(players, rounds)
+    for player in players:
+      player.offer()
+    wait(functools.partial(lambda number: newest() == {number}, rounds.stop))
+  for player in players:
+    player.leave()
+  return tmp_path / "group"
+
+
+def test_a_trained_group_does_not_begin_anew_without_its_lease(start, trained):
+  (trained / "lease").write_bytes(b"half")
+  with pytest.raises(ConfigError, match="PATH, which has snapshots but no readable"):
+    start(sites=(0,))
+
+
+@pytest.mark.parametrize("name", [journal.head_of(8), journal.state_of(8)])
+def test_a_damaged_snapshot_is_named_until_it_is_repaired(
+  start, trained, monkeypatch, name
+):
+  monkeypatch.setattr(link_lib, "_QUIET_S", 0)
+  whole = (trained / name).read_bytes()
+  (trained / name).write_bytes(whole[:-1])
+  new = Player(ALL, Brisk(trained), 0)
+  with futures.ThreadPoolExecutor() as pool:
+    joined = pool.submit(new.join)
+    wait(lambda: f"PATH: {name} is missing or damaged" in str(new.said))
+    (trained / name).write_bytes(whole)
+    assert joined.result().welcome.round == 8
+  new.leave()
+
+
 def test_a_folder_without_the_rounds_of_a_site_is_refused(start):
   said = "PATH, which has no closed round, but this site"
   with pytest.raises(ConfigError, match=said):
