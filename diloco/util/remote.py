@@ -17,8 +17,9 @@ from diloco.util.storage import Bucket, open_storage
 
 LOCK = ".lock"  # This file names the process that writes to the folder.
 REQUESTS = 16  # The most requests at the same time.
-# Folders of a run that are not copied: they are large.
-_LARGE = {"checkpoints", "unreadable"}
+# Folders of a run, or of a group of sites, that are not copied: they are large. So are
+# the files *.state of a group.
+_LARGE = {"checkpoints", "unreadable", "payloads"}
 
 
 def local_copy(
@@ -53,7 +54,7 @@ def local_copy(
   found = {
     name: changed
     for name, changed in storage.listed().items()
-    if not _LARGE & {*name.split("/")}
+    if not _LARGE & {*name.split("/")} and not name.endswith(".state")
   }
 
   def copy(name: str) -> None:

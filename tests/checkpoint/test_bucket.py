@@ -88,8 +88,14 @@ def test_a_checkpoint_is_read_as_it_was_saved(address, monkeypatch):
   saver.set_aside(3, "3")
   assert steps_of(folder) == [2]
   assert "3.json" in remote.bucket_of(folder).names("unreadable/3")
-  # A copy elsewhere has the small files.
-  assert (remote.local_copy(address, "it") / "runs" / "note.txt").read_text() == "one"
+  # A copy elsewhere has the small files only, also those of a group of sites.
+  large = ["snapshots/000000004.state", "payloads/000000004.site-0"]
+  for name in [*large, "snapshots/000000004.head"]:
+    remote.bucket_of(folder).put(name, b"of a group")
+  copy = remote.local_copy(address, "it")
+  assert (copy / "runs" / "note.txt").read_text() == "one"
+  assert (copy / "snapshots/000000004.head").exists()
+  assert not any((copy / name).exists() for name in large)
   saver.close()
 
 
