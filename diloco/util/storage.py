@@ -28,8 +28,12 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVA
 _TRIES = {"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)}
 # Machines of a cloud ask this server for credentials, if there are no others.
 _METADATA = "169.254.169.254"
-# A large file may take long on a slow link; the error about a lost server must be fast.
-_CLIENT = {"timeout": "30m", "connect_timeout": "10s", "allow_http": True}
+_REQUEST_S = 1800.0  # The longest request: a large file may take long on a slow link.
+_CLIENT = {
+  "timeout": f"{_REQUEST_S:.0f}s",
+  "connect_timeout": "10s",  # The error about a lost server must be fast.
+  "allow_http": True,
+}
 
 
 class Storage(abc.ABC):
