@@ -58,7 +58,7 @@ def outer_step(
     state, sent = sync.send(t, p, params_M, state)  # Lines 7 and 8.
     events.append(Event("send", p, t, sync.sync_bytes(p), sent))
   for i, (p, mask) in enumerate(sync.schedule.arrivals(t, last_send)):  # Line 9.
-    if i and sync.transport.waits:
+    if i and sync.transport.waits:  # In a final sync, all fragments arrive at once.
       jax.block_until_ready(params_M)
     theta = state.theta[p]
     if sync.schedule.is_outer_step(p, t):  # True only at p's first arrival.
