@@ -316,6 +316,12 @@ def _again(name: str, cells: Sequence[Point], **fields) -> Ablation:
 
 
 _ROUNDS = [c | {"sync_every": h} for c in replicas(1, 2, 4)[1:] for h in (1, 10, 100)]
+_H_5_30 = [cell for cell in _CADENCE if cell["sync_every"] in (5, 30)]
+_TAU_1_10 = [cell for cell in _TAU if cell["tau"] in (1, 10)]
+_BEST = {
+  "tuned": ("outer_lr", "momentum"),
+  "rates": {"small": (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.4)},
+}
 ABLATIONS |= {
   "outer_rate_9": _again(
     "outer_rate",
@@ -324,10 +330,7 @@ ABLATIONS |= {
     rates={"small": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)},
   ),
   "outer_rate_best": _again(
-    "outer_rate",
-    [cell for cell in _ROUNDS if cell["replicas"] > 1],
-    tuned=("outer_lr", "momentum"),
-    rates={"small": (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.4)},
+    "outer_rate", [cell for cell in _ROUNDS if cell["replicas"] > 1], **_BEST
   ),
   # With four times the tokens, a run has 60 outer steps instead of 15.
   "batch_9": _again(
@@ -335,6 +338,14 @@ ABLATIONS |= {
     [c | {"batch": 32, "overtrain": 4} for c in replicas(2, 4)],
     tuned=("lr", "outer_lr"),
     rates={"small": (0.1, 0.2, 0.4, 0.8, 1.2)},
+  ),
+  # With 16 times the tokens, a run has 240; its rates are the best of `batch_9`.
+  "batch_9_long": _again(
+    "batch",
+    [
+      c | {"batch": 32, "overtrain": 16, "outer_lr": 0.8, "lr": power(ROOT2, rate)}
+      for c, rate in zip(replicas(2, 4), (-11, -12, -12))
+    ],
   ),
   "rate_9": Ablation(
     "streaming",
@@ -347,8 +358,10 @@ ABLATIONS |= {
     [],
     Chart("Outer rate with outer momentum 0.9", "outer_lr", ALGORITHM, "outer rate"),
   ),
-  "cadence_9": _again("cadence", [c for c in _CADENCE if c["sync_every"] in (5, 30)]),
-  "tau_9": _again("tau", [c for c in _TAU if c["tau"] in (1, 10)]),
+  "cadence_9": _again("cadence", _H_5_30),
+  "cadence_best": _again("cadence", _H_5_30, **_BEST),
+  "tau_9": _again("tau", _TAU_1_10),
+  "tau_best": _again("tau", [cell for cell in _TAU_1_10 if not cell["alpha"]], **_BEST),
 }
 OPTIONS = {"scale": ("small", "paper"), "seeds": int, "size": str, "text": str}
 

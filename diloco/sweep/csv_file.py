@@ -120,7 +120,7 @@ def _line(row: Row) -> Json:
     **{column: config[field] for column, field in EXPORTED_FIELDS.items()},
     **{column: row["contents"].get(what) for column, what in _DIGESTS.items()},
     _PAPERS_N: papers_n,
-    **{column: _six_digits(row[column]) for column in (*_NOTED, *SUMMARY_COLUMNS)},
+    **{column: _eight_digits(row[column]) for column in (*_NOTED, *SUMMARY_COLUMNS)},
     "config": json.dumps(rest, sort_keys=True),
   }
 
@@ -161,5 +161,6 @@ def _run(line: dict[str, str]) -> dict[str, dict]:
   }
 
 
-def _six_digits(value: Any) -> Any:
-  return float(f"{value:.6g}") if isinstance(value, float) else value
+def _eight_digits(value: Any) -> Any:
+  # With six digits, two runs may tie, and an imported sweep chooses another one.
+  return float(f"{value:.8g}") if isinstance(value, float) else value
