@@ -108,8 +108,10 @@ def recommend(
   if laws is not None:
     source, own = predict.own_laws(laws, name, algorithm)
   rate = _law_of("learning_rate", "inner_lr", name, own)
-  if not batch_tokens:
-    batch_tokens = _law_of("batch", "batch_size", name, own)(params, replicas)
+  by_law = batch_tokens
+  if not batch_tokens or own is None or own.batch:
+    by_law = _law_of("batch", "batch_size", name, own)(params, replicas)
+  batch_tokens = batch_tokens or by_law
   # Geometric mean of the least and the greatest D / N of your runs, or the paper's 20.
   known = own.tokens_per_param if own else None
   per_param = math.sqrt(math.prod(known)) if known else float(paper.CHINCHILLA)
@@ -131,6 +133,11 @@ def recommend(
       f"this run has {rounds} rounds of H = {_H}: small runs with so few end best with"
       " outer momentum 0.5 to 0.8 and an outer rate of about 2 (1 - momentum)"
       " (docs/settings.md)."
+    )
+  if not 0.6 < batch_tokens / by_law < 1.7:
+    notes.append(
+      f"rate and loss are those of the law's batch, {by_law:,.0f} tokens, and do not"
+      f" hold for {batch_tokens:,.0f}."
     )
   ratio = sequences * seq_len / batch_tokens
   if not 0.6 < ratio < 1.7:

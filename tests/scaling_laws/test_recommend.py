@@ -27,6 +27,9 @@ def test_the_joint_method_takes_the_laws_of_table_10():
   assert found.tokens == found.steps * 256 * 2048
   assert 80e9 - found.tokens < 256 * 2048
   assert found.notes == ()
+  near, far = (lib.recommend(4e9, 2, batch_tokens=x * batch) for x in (1.2, 4))
+  assert near.notes == ()
+  assert "those of the law's batch, 592,193 tokens, and do not hold" in far.notes[0]
 
 
 def test_the_independent_method_takes_the_laws_of_tables_8_and_9():
