@@ -5,8 +5,10 @@ Letters: B sequences, L positions.
 
 import dataclasses
 import functools
+import itertools
 import math
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -15,6 +17,8 @@ from diloco.data import EvalSet
 from diloco.mesh import sharding
 from diloco.model import registry
 from diloco.spec.fields import ModelConfig
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +41,25 @@ class EvalResult:
 def evaluate(params: Any, eval_set: EvalSet, m: ModelConfig, mesh: Mesh) -> EvalResult:
   """Computes the loss of one replica's parameters on a fixed set of batches."""
   place = functools.partial(sharding.place, sharding=sharding.eval_sharding(mesh))
-  # Fetches each sum after the next launch, so that no device waits. With dozens of
-  # launches at once, collectives between CPU devices may wait for each other forever.
-  total, before = 0.0, 0.0
-  for tokens, weights in zip(eval_set.tokens, eval_set.weights):
-    after = sum_of_losses(params, place(tokens), place(weights), m=m)
-    total, before = total + float(before), after
-  total += float(before)
+  launched = (
+    sum_of_losses(params, place(tokens), place(weights), m=m)
+    for tokens, weights in zip(eval_set.tokens, eval_set.weights)
+  )
+  total = sum(map(float, one_behind(launched)))
   bits = total / math.log(2)
   return EvalResult(total / eval_set.num_tokens, bits / eval_set.num_bytes)
+
+
+def one_behind(launched: Iterable[Result]) -> Iterator[Result]:
+  """Yields each launch after the next one was made, so that no device waits.
+
+  With dozens of launches at once, collectives between CPU devices may wait for each
+  other forever.
+  """
+  before, after = itertools.tee(launched)
+  next(after, None)
+  for one, _ in itertools.zip_longest(before, after):
+    yield one
 
 
 def batch_size(asked: int, mesh: Mesh) -> int:

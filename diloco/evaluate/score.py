@@ -4,7 +4,6 @@ Letters: B sequences, L positions.
 """
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from diloco.evaluate.heldout import one_behind
 from diloco.evaluate.tasks import Continuation
 from diloco.mesh import sharding
 from diloco.model import registry
@@ -45,12 +45,9 @@ def score(
     for rows, tokens, weights in batches(continuations, m.seq_len, batch_size)
   )
   scores = np.zeros(len(continuations))
-  # Launches each batch before it fetches the results of the previous batch.
-  before, after = itertools.tee(launched)
-  next(after, None)
   count = len(continuations)
   with make_bar(total=count, desc="tasks", unit="choice", disable=not show) as bar:
-    for (rows, values), _ in itertools.zip_longest(before, after):
+    for rows, values in one_behind(launched):
       scores[rows] = np.asarray(values)[: len(rows)]
       bar.update(len(rows))
   return scores
