@@ -37,14 +37,17 @@ def replay(args: argparse.Namespace) -> int:
 
   storage = open_storage(args.group, "GROUP", writes=False)
 
+  def damaged(name: str) -> ConfigError:
+    return ConfigError(
+      f"GROUP is {args.group!r}, whose {name} is missing or damaged; give the --group"
+      " of a run, or restore the file from a copy."
+    )
+
   def whole(name: str) -> tuple[Json, memoryview]:
     """Reads a file of the group that a site may need."""
     if found := records.read(storage, name):
       return found
-    raise ConfigError(
-      f"GROUP is {args.group!r}, whose {name} is missing or damaged; give the --group"
-      " of a run, or restore the file from a copy."
-    )
+    raise damaged(name)
 
   known = sorted(storage.names("snapshots"))
   oldest = (
@@ -55,8 +58,9 @@ def replay(args: argparse.Namespace) -> int:
     raise ConfigError(
       f"GROUP is {args.group!r}, which has no {CONFIG}; give the --group of a run."
     )
-  newest = whole("lease")[0].get("snapshot")
-  whole(journal.state_of(newest or 0))  # A new site begins with this state.
+  newest = whole("lease")[0].get("snapshot") or 0
+  if newest != oldest:
+    whole(journal.state_of(newest))  # A new site begins with this state.
   calendar = Calendar(complete(json.loads(config)))
   method = method_on_cpu(calendar)
   first = whole(journal.state_of(oldest))[1]
@@ -67,14 +71,14 @@ def replay(args: argparse.Namespace) -> int:
     if name.endswith(".head"):
       head, _ = whole(f"snapshots/{name}")
       noted.append((journal.number_of(name) or 0, name, head["digests"]))
+  # The number of rounds that the files speak of, of which none may be missing.
+  closed_rounds = map(journal.number_of, storage.names(journal.FOLDER))
+  ends = [n + 1 for n in closed_rounds if n is not None]
+  last = max([oldest, *(number for number, *_ in noted), *ends])
   for site in range(calendar.sites):
     record = records.read_record(storage, calendar, site)
     digests = record["digests"] if record else {}
     noted += [(int(r), f"site {site}", x) for r, x in digests.items()]
-  # The number of rounds that the files speak of, of which none may be missing.
-  heads = [journal.number_of(x) or 0 for x in known if x.endswith(".head")]
-  closed_rounds = map(journal.number_of, storage.names(journal.FOLDER))
-  last = max([oldest, *heads, *(n + 1 for n in closed_rounds if n is not None)])
   rounds, applied, compared = journal.Journal(storage), oldest, 0
   while True:
     for _, name, said in [x for x in noted if x[0] == applied]:
@@ -91,10 +95,7 @@ def replay(args: argparse.Namespace) -> int:
     )
     state, applied = state.after_update(p, theta, opt_state), applied + 1
   if applied < last:
-    raise ConfigError(
-      f"GROUP is {args.group!r}, whose {journal.path_of(applied)} is missing or"
-      " damaged, although later files are there; restore it from a copy."
-    )
+    raise damaged(journal.path_of(applied))
   print(
     f"Rounds {oldest} to {applied - 1} of {len(calendar.rounds)} repeated, {compared}"
     " notes of the outer state compared; no bit differs."
