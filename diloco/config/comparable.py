@@ -15,8 +15,11 @@ CHOSEN_BY = {
   "data.tokenizer": ("data.tokenizer",),
   "data.source": TRAINED_ON,
   HELD_OUT: (
-    *("data.eval_source", "data.eval_split", "data.add_bos"),
-    *("eval.tokens", "data.tokenizer"),
+    "data.eval_source",
+    "data.eval_split",
+    "data.add_bos",
+    "eval.tokens",
+    "data.tokenizer",
   ),
 }
 # Model fields that change only speed, memory and rounding.
