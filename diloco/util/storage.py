@@ -10,10 +10,11 @@ import abc
 import contextlib
 import datetime
 import errno
+import functools
 import os
 import pathlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from diloco.errors import ConfigError
@@ -28,9 +29,10 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVA
 _TRIES = {"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)}
 # Machines of a cloud ask this server for credentials, if there are no others.
 _METADATA = "169.254.169.254"
-_REQUEST_S = 1800.0  # The longest request: a large file may take long on a slow link.
+_SILENT_S = 60  # A request has failed after this time without an answer.
+_UPLOAD = 6_000_000  # Bytes that the slowest link uploads in this time.
 _CLIENT = {
-  "timeout": f"{_REQUEST_S:.0f}s",
+  "timeout": "1day",  # A large file may take long on a slow link.
   "connect_timeout": "10s",  # The error about a lost server must be fast.
   "allow_http": True,
 }
@@ -143,12 +145,20 @@ class Bucket(Storage):
 
   poll_s = 1.0
 
-  def __init__(self, store: Any):
-    """Takes a store of `obstore.store`."""
+  def __init__(self, make_store: Callable[[int], Any]):
+    """Takes a function that makes a store of `obstore.store`.
+
+    The function takes the seconds after which a request without an answer fails.
+    """
     import obstore
 
-    self._obstore, self._store = obstore, store
+    self._obstore, self._make_store = obstore, functools.cache(make_store)
+    self._store = self._make_store(_SILENT_S)
     self._has_answered = False
+
+  def _for_upload(self, data: bytes) -> Any:
+    """Returns a store that waits long enough: no answer comes before the last byte."""
+    return self._make_store(_SILENT_S << (len(data) // _UPLOAD).bit_length())
 
   def get(self, name: str) -> bytes | None:
     with self._request(), contextlib.suppress(FileNotFoundError):
@@ -157,13 +167,13 @@ class Bucket(Storage):
 
   def put(self, name: str, data: bytes) -> None:
     with self._request():
-      self._obstore.put(self._store, name, data, use_multipart=False)
+      self._obstore.put(self._for_upload(data), name, data, use_multipart=False)
 
   def _create(self, name: str, data: bytes) -> bool:
     with self._request():
       try:
         put = self._obstore.put
-        put(self._store, name, data, mode="create", use_multipart=False)
+        put(self._for_upload(data), name, data, mode="create", use_multipart=False)
       except self._obstore.exceptions.AlreadyExistsError:
         return False
     return True
@@ -219,6 +229,13 @@ def _short(error: object) -> str:
   return str(error).partition("\n")[0][:300]
 
 
+def _open_bucket(stores: Any, address: str, seconds: int) -> Any:
+  if address.startswith(("memory:", "file:")):
+    return stores.from_url(address)
+  client = _CLIENT | {"read_timeout": f"{seconds}s"}
+  return stores.from_url(address, retry_config=_TRIES, client_options=client)
+
+
 def open_storage(address: str, flag: str, writes: bool = True) -> Storage:
   """Opens a folder or a bucket.
 
@@ -238,9 +255,7 @@ def open_storage(address: str, flag: str, writes: bool = True) -> Storage:
     stores = optional("obstore.store", needs, "bucket")
   try:
     if is_bucket:
-      options = {"retry_config": _TRIES, "client_options": _CLIENT}
-      options = {} if address.startswith(("memory:", "file:")) else options
-      storage: Storage = Bucket(stores.from_url(address, **options))
+      storage: Storage = Bucket(functools.partial(_open_bucket, stores, address))
     else:
       folder = make_folder(address, flag) if writes else local_path(address, flag)
       if not folder.is_dir():

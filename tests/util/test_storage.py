@@ -20,7 +20,8 @@ def storage(request, tmp_path):
   if request.param == "a disk":
     return open_storage(f"{tmp_path}/group", "--group")
   if request.param == "memory":
-    return Bucket(obstore.store.MemoryStore())
+    store = obstore.store.MemoryStore()
+    return Bucket(lambda seconds: store)
   request.getfixturevalue("s3")
   return open_storage(f"s3://bucket/{tmp_path.name}", "--group")
 
@@ -104,6 +105,25 @@ def test_an_answer_that_comes_late_is_that_of_the_one_who_wrote(s3, tmp_path):
   assert storage.get("journal/0") == b"one"
 
 
+def test_a_request_without_an_answer_fails(s3, tmp_path, monkeypatch):
+  monkeypatch.setattr(storage_lib, "_SILENT_S", 2)
+  monkeypatch.setitem(storage_lib._TRIES, "max_retries", 0)
+  storage = open_storage(f"s3://bucket/{tmp_path.name}", "--group")
+  s3.faults[:] = ["late"]
+  s3.goes_on.clear()
+  with pytest.raises(OSError, match="journal/0"):
+    storage.put("journal/0", b"one")
+  s3.goes_on.set()
+
+
+def test_a_large_upload_has_more_time_for_its_answer():
+  store, seconds = obstore.store.MemoryStore(), []
+  bucket = Bucket(lambda some: seconds.append(some) or store)
+  for size in (1, 5, 6, 11, 12, 30):  # At 6 MB a minute.
+    bucket.put("file", bytes(size * 1_000_000))
+  assert seconds == [60, 120, 240, 480]
+
+
 def test_what_killed_processes_left_is_deleted_when_it_is_old(tmp_path):
   (tmp_path / "sites").mkdir()
   old, new = tmp_path / "sites/0.cafe.tmp", tmp_path / "lease.1234.tmp"
@@ -149,7 +169,7 @@ def test_a_server_that_is_away_is_no_mistake_of_the_user(monkeypatch):
 
 
 def test_a_machine_without_credentials_is_a_mistake_before_the_first_answer():
-  bucket = Bucket(obstore.store.MemoryStore())
+  bucket = Bucket(lambda seconds: obstore.store.MemoryStore())
   asks = "Error performing GET http://169.254.169.254/latest/api/token"
 
   def request():
