@@ -17,7 +17,7 @@ from diloco.algorithm.state import Event, TrainState
 from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.damage import Stored
 from diloco.checkpoint.record import Record
-from diloco.config import Config, resolve
+from diloco.config import Config, complete, resolve
 from diloco.data.batches import Batches, Replicas
 from diloco.data.contents import contents, keep_tokenizer
 from diloco.errors import ConfigError
@@ -443,8 +443,12 @@ def open_runs(
       if stored:
         run.batches.set_state(record.data)
         method = method.after_drain(record.drained)
-        if t == record.drained:
-          summary.set_aside(run.workdir, t, run.peers)
+        if not record.finished:
+          summary.set_aside(run.workdir, run.peers)
+        elif summary.read(run.workdir, run.peers):
+          asked, run.c = run.c.eval, complete(record.config)  # That of the result.
+          if asked != run.c.eval:
+            peers.print_line("eval.* differs: use `python -m diloco evaluate`.")
       latest = lambda run=run: run.checkpoints.latest
       run.log = Log(run.c, run.workdir, record, latest, run.peers, read)
       stack.enter_context(contextlib.closing(run.log))

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 import sys
 import types
 
@@ -286,6 +287,11 @@ def test_the_log_of_a_run_is_read_without_its_plugins(stranger):
   c = read_run.read(pathlib.Path("run"), "run").config
   assert leaves(c.to_dict())["strange.every"] == (3,)
   assert (c.plugins, c.outer.average) == (("of_a_stranger",), "strange")
+  for part in ("run/site-0", "run/site-1"):
+    shutil.copytree("run", part, ignore=shutil.ignore_patterns("site-*"))
+  both = read_run.read(pathlib.Path("run"), "run").config
+  assert (both.replicas, both.plugins) == (2 * c.replicas, c.plugins)
+  shutil.rmtree("run/site-0"), shutil.rmtree("run/site-1")
   assert "of_a_stranger" not in sys.modules
   config.write_text(json.dumps(stranger | {"model": {"name": "strange"}}))
   with pytest.raises(ConfigError, match="of_a_stranger, code that is not of diloco"):

@@ -178,8 +178,11 @@ def test_a_second_run_in_the_same_workdir_is_refused(tiny, tmp_path):
 def test_a_finished_run_is_not_trained_again(finished, tmp_path, go_on):
   shutil.copytree(finished, tmp_path / "copy")
   before = (finished / "summary.json").read_text()
-  stderr = go_on(tmp_path / "copy")
+  stderr = go_on(tmp_path / "copy", **{"eval.tokens": 100})
   assert "This run finished before, at step 12; nothing was trained." in stderr
+  assert "eval.* differs: use `python -m diloco evaluate`" in stderr
+  of_result, now = (w / "config.json" for w in (finished, tmp_path / "copy"))
+  assert now.read_text() == of_result.read_text()
   assert "Going on" not in stderr
   assert (tmp_path / "copy" / "summary.json").read_text() == before
   assert losses(tmp_path / "copy") == losses(finished)

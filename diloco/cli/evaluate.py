@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> None:
     raise ConfigError(
       f"--tasks is empty; name some of {', '.join(tasks.TASKS)}, or add --heldout."
     )
+  if (args.details or args.items) and not args.tasks.strip(" ,"):
+    raise ConfigError("--details and --items need --tasks, which is empty.")
   if args.details:
     command.make_parent(args.details, "--details")
   workdir = remote.local_copy(args.workdir, "WORKDIR")

@@ -9,9 +9,10 @@ The papers use 32,000 pieces and pad the embedding to a power of two
     --output=diloco/tokenizer/shipped/sotu_2048.model
 
 The model does not normalise text, keeps line breaks and falls back to bytes where no
-piece fits. So it encodes every text and decodes it exactly. If a source is larger than
---max_mb, the model sees only the beginning of each part of it. The model depends only
-on the text and the options: training uses one thread and no random sampling.
+piece fits. So it encodes every text and decodes it exactly, but U+2581 to a space. If a
+source is larger than --max_mb, the model sees only the beginning of each part of it.
+The model depends only on the text and the options: training uses one thread and no
+random sampling.
 """
 
 import argparse

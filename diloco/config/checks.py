@@ -121,7 +121,13 @@ def check_together(c: Config, v: Json, defaults: Json) -> None:
       f"eval.test_tokens is {c.eval.test_tokens}, but eval.tokens is 0, which takes all"
       " held-out text; set eval.tokens."
     )
-  m = c.model
+  d, m = c.data, c.model
+  is_text = not d.source.startswith(("arrays:", "tfds:"))
+  if d.train_split == d.eval_split and d.eval_source in ("", d.source) and not is_text:
+    raise ConfigError(
+      f"data.eval_split is {d.eval_split!r}, but this split trains; name another, or"
+      " parts of one, such as train[:99%] and train[99%:]."
+    )
   divide("train.batch_size", c.train.batch_size, "replicas", c.replicas)
   divide("train.batch_size", c.train.batch_size, "data.shards", c.data.shards)
   divide("data.shards", c.data.shards, "replicas", c.replicas)

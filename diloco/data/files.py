@@ -9,6 +9,7 @@ compressed; if so, its name ends in `.gz`, `.bz2`, `.xz` or `.zst`.
 """
 
 import contextlib
+import errno
 import glob
 import importlib.metadata
 import os
@@ -26,8 +27,9 @@ from diloco.util.files import local_path
 HOLD_OUT_EVERY = 20
 
 _FILES, _PARAGRAPHS = "files:", "paragraphs:"
-# JSON files without text in a folder of Hugging Face's `datasets`; `_below` skips them.
-_DESCRIPTIONS = ("dataset_dict.json", "dataset_info.json", "state.json")
+# Files in a folder of Hugging Face's `datasets` that `_below` skips: without text, or
+# with text derived from the others.
+_BESIDE = r"dataset_dict\.json|dataset_info\.json|state\.json|cache-.*\.arrow"
 
 
 def list_files(source: str) -> list[File]:
@@ -60,8 +62,13 @@ def list_files(source: str) -> list[File]:
     )
     paths = dict[tuple[int, int], pathlib.Path]()
     for path in map(pathlib.Path, sorted(found)):
-      if path.is_file():
+      if path.is_dir():
+        continue
+      try:
         paths.setdefault(_identity(path), path)
+      except OSError as error:  # Links to their own folder make endless paths.
+        if error.errno != errno.ELOOP:
+          raise
   if not paths:
     raise ConfigError(
       f"data.source is {source!r}, but no file matches {pattern!r}; give a folder, or a"
@@ -119,8 +126,9 @@ def _below(folder: str) -> Iterator[str]:
       continue
     entered.add(_identity(root))
     folders[:] = sorted(name for name in folders if not name.startswith("."))
-    names = [x for x in names if not x.startswith(".") and x not in _DESCRIPTIONS]
-    yield from (os.path.join(root, name) for name in names)
+    for name in names:
+      if not name.startswith(".") and not re.fullmatch(_BESIDE, name):
+        yield os.path.join(root, name)
 
 
 def scan(files: Sequence[File], split: str) -> list[np.ndarray]:

@@ -60,7 +60,8 @@ def read_rows(path: pathlib.Path, column: str) -> Iterator[str]:
   arrow = optional("pyarrow", f"{path} needs", "prepare")
   try:
     if path.suffix.lower() == ".parquet":
-      table = optional("pyarrow.parquet", f"{path} needs", "prepare").ParquetFile(path)
+      parquet = optional("pyarrow.parquet", f"{path} needs", "prepare")
+      table = parquet.ParquetFile(path, page_checksum_verification=True)
       names = table.schema_arrow.names
       batches = table.iter_batches(1024, columns=[column])
     else:

@@ -29,6 +29,44 @@ LINES = (".jsonl", ".ndjson", ".json")
 ROWS = (".parquet", ".arrow", ".feather")
 # Number of bytes that `sample` reads at the start and at the end of a file.
 _SAMPLE = 1 << 16
+_BLOCK = 1 << 16  # Bytes of a compressed file that are read at once.
+
+
+class _Streams(io.RawIOBase):
+  """Reads a file of compressed streams, one after another; finds all damage.
+
+  Python's readers of .bz2 and .xz take a damaged later stream for the end of the file.
+  """
+
+  def __init__(self, make: Callable[[], Any], path: pathlib.Path):
+    self._make, self._stream, self._file = make, make(), path.open("rb")
+
+  def readable(self) -> bool:
+    return True
+
+  def readinto(self, buffer: Any) -> int:
+    while True:
+      raw = b""
+      if self._stream.eof:
+        raw = self._stream.unused_data.lstrip(b"\0")  # .xz may be padded with zeros.
+        while not raw and (block := self._file.read(_BLOCK)):
+          raw = block.lstrip(b"\0")
+        if not raw:
+          return 0
+        self._stream = self._make()
+      elif self._stream.needs_input and not (raw := self._file.read(_BLOCK)):
+        raise EOFError("the last stream has no end")
+      if data := self._stream.decompress(raw, len(buffer)):
+        buffer[: len(data)] = data
+        return len(data)
+
+  def close(self) -> None:
+    self._file.close()
+    super().close()
+
+
+def _open_streams(make: Callable[[], Any], path: pathlib.Path) -> io.BufferedIOBase:
+  return io.BufferedReader(_Streams(make, path))
 
 
 def _open_zst(path: pathlib.Path) -> io.BufferedIOBase:
@@ -38,8 +76,8 @@ def _open_zst(path: pathlib.Path) -> io.BufferedIOBase:
 
 COMPRESSED: dict[str, Callable[[pathlib.Path], Any]] = {
   ".gz": gzip.open,
-  ".bz2": bz2.open,
-  ".xz": lzma.open,
+  ".bz2": functools.partial(_open_streams, bz2.BZ2Decompressor),
+  ".xz": functools.partial(_open_streams, lzma.LZMADecompressor),
   ".zst": _open_zst,
 }
 
@@ -87,9 +125,9 @@ class File:
 
   def document(self, offset: int) -> str:
     """Reads the document that begins at a byte offset; does not change line ends."""
-    # If the file has become shorter, no document begins there: takes an empty document.
-    _, raw = next(self._raw(offset), (offset, b""))
-    return self._text(offset, raw)
+    for _, raw in self._raw(offset):
+      return self._text(offset, raw)
+    raise ConfigError(f"{self.path} has become shorter since the start; start again.")
 
   def scan(self) -> np.ndarray:
     """Returns an array of `DOCUMENT`, one record for each document, in order.

@@ -32,9 +32,10 @@ _NO_CURVES = ("kind", "step", "fragment", "bytes", "round", "time")
 class MetricsWriter:
   """Appends records to metrics.jsonl, and copies their numbers to other loggers.
 
-  Every line is one JSON object with `step` and `kind`: step, send, receive, eval,
-  sample, or a kind of a plug-in. Lines are only appended. A resumed run writes the
-  steps since its checkpoint again, and readers drop the lines of earlier attempts.
+  Every line is one JSON object with `step` and `kind`: start (of an attempt), step,
+  send, receive, eval, sample, or a kind of a plug-in. Lines are only appended. A
+  resumed run writes the steps since its checkpoint again, and readers drop the lines of
+  earlier attempts.
   For commands that read a run, config.json has the config. contents.json has digests of
   the run's text, of its tokenizer and of the held-out tokens of its last evaluation.
   """
@@ -60,6 +61,7 @@ class MetricsWriter:
     path = workdir / FILE
     files.cut_half_line(path)
     self._file = path.open("a", buffering=1)  # Readers follow it line by line.
+    self._append("start", start, {})
     self._tensorboard: Any = None
     self._wandb: Any = None
     if c.log.tensorboard:
@@ -160,8 +162,8 @@ def read_kinds(workdir: pathlib.Path, *kinds: str) -> Kinds:
   newest = 0
   for record in Follower(workdir).records():
     kind, step = record["kind"], record["step"]
-    if kind == "step":
-      if step <= newest:  # The run went on from an earlier step.
+    if kind in ("start", "step"):
+      if step < newest:  # The run went on from an earlier step.
         for some in found.values():
           for later in [place for place in some if place[0] > step]:
             del some[later]

@@ -161,11 +161,12 @@ def read(workdir: pathlib.Path, peers: Peers) -> Json | None:
   return peers.broadcast(files.read_json(workdir / FILE))
 
 
-def set_aside(workdir: pathlib.Path, step: int, peers: Peers) -> None:
-  """Renames the summary to summary_STEP.json, because its finished run is extended."""
+def set_aside(workdir: pathlib.Path, peers: Peers) -> None:
+  """Renames the summary of a run that goes on to summary_STEPS.json."""
   path = workdir / FILE
   if peers.index == 0 and path.exists():
-    path.rename(workdir / f"summary_{step}.json")
+    steps = (files.read_json(path) or {}).get("steps", "damaged")
+    path.rename(workdir / f"summary_{steps}.json")
 
 
 def report(workdir: pathlib.Path, summary: Json, text: str = "") -> None:

@@ -5,7 +5,7 @@ import pathlib
 import types
 from collections.abc import Iterator, Sequence
 
-from diloco.config import Config, changed
+from diloco.config import Config
 from diloco.config.resolve import leaves, shown
 from diloco.errors import ConfigError
 from diloco.log import metrics
@@ -74,7 +74,11 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   # Each part has its own batch size, so their sum may not be a multiple of `rows`.
   rows = whole["data.shards"] or whole["replicas"]
   whole["train.batch_size"] -= whole["train.batch_size"] % rows
-  return changed(configs[0], whole) if others else configs[0]
+  joined = configs[0].to_dict()
+  for field, value in whole.items():
+    group, _, name = field.rpartition(".")
+    (joined[group] if group else joined)[name] = value
+  return shown(joined) if others else configs[0]  # Imports no strange plug-in.
 
 
 def read(

@@ -50,6 +50,7 @@ PLAIN = {"algorithm": "data_parallel"}
     ({"model.num_heads": 7}, r"model.dim is \d+, which model.num_heads = 7 does not d"),
     ({"model.loss_chunk": 300}, "model.seq_len is 2048, which model.loss_chunk = 300"),
     ({"eval.test_tokens": 9, "eval.tokens": 0}, "test_tokens is 9, .* set eval"),
+    ({"data.source": "tfds:a", "data.eval_split": "train"}, "is 'train', but this spl"),
     ({"train.steps": 0}, "train.steps is 0 and train.tokens is 0; set train.steps"),
     ({"train.tokens": 1e6}, "train.tokens is 1,000,000, but train.steps is 200, which"),
     ({"train.steps": 0, "train.tokens": 10}, "is 10; .* one batch of 524288 tokens"),

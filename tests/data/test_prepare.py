@@ -275,9 +275,9 @@ def test_one_command_prepares_both_splits(tiny, lines, tmp_path, capsys, in_line
   tiny.data.source = lines
   direct = config_lib.resolve(tiny)
   same_data(direct, as_arrays(tiny, tmp_path / "a", eval_split="validation"))
-  for splits in ("train,train", "train,eval,all"):
+  for splits in ("train,train", "train,eval,all", "eval,train", "all,eval"):
     assert prepare_data.main([*flags, f"--split={splits}"]) == 2
-    assert "give one split, or two different ones" in capsys.readouterr().err
+    assert "or two that share no document, first that for" in capsys.readouterr().err
 
 
 def test_a_run_checks_its_arrays(tiny, lines, tmp_path, in_line):

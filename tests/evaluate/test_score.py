@@ -184,6 +184,7 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
   assert "is no task" in capsys.readouterr().err
   for more, message in (
     (["--tasks=,"], "--tasks is empty"),
+    (["--heldout", "--items=3"], "--details and --items need --tasks, which is empty"),
     ([f"--tasks={ITEMS}", f"--details={tmp_path}"], "a folder; give a file"),
   ):
     assert evaluate.main([f"{tmp_path}", *more]) == 2

@@ -65,7 +65,7 @@ def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, wandb_runs):
 
 
 def write(workdir, c, *steps: int) -> None:
-  writer = metrics.MetricsWriter(workdir, c)
+  writer = metrics.MetricsWriter(workdir, c, start=min(steps, default=1) - 1)
   for step in steps:
     writer.write("step", step, {"loss": float(step)})
   writer.close()
@@ -82,10 +82,11 @@ def test_a_line_cut_short_by_a_kill_spoils_no_other_line(tiny, tmp_path):
   write(tmp_path, c, 2, 3)
   records = [(r["step"], r["loss"]) for r in metrics.read(tmp_path)]
   assert records == [(1, 1.0), (2, 2.0), (3, 3.0)]
-  # Whole files are left as they are: no empty lines.
+  # Whole files get no empty lines. A start before all checkpoints drops all records.
   before = path.read_bytes()
   write(tmp_path, c)
-  assert path.read_bytes() == before
+  assert path.read_bytes() == before + b'{"kind": "start", "step": 0}\n'
+  assert metrics.read(tmp_path) == []
 
 
 def test_the_digest_of_held_out_tokens_is_that_of_the_last_evaluation(tiny, tmp_path):

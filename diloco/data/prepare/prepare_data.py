@@ -59,10 +59,10 @@ def _folders(splits: list[str], output: pathlib.Path) -> dict[str, pathlib.Path]
   """Returns {split: its folder}; two folders get the names that training looks for."""
   if len(splits) == 1:
     return {splits[0]: output}
-  if len(set(splits)) != 2:
+  if len(set(splits)) != 2 or "all" in splits or splits[1] == "train":
     raise ConfigError(
-      f"--split is {','.join(splits)!r}; give one split, or two different ones for"
-      " training and validation, separated by a comma."
+      f"--split is {','.join(splits)!r}; give one split, or two that share no document,"
+      " first that for training, then that for validation, separated by a comma."
     )
   default = DataConfig()
   return dict(zip(splits, (output / default.train_split, output / default.eval_split)))
