@@ -101,12 +101,6 @@ def _converted(value: Any, kind: Any) -> Any:
 
 def unknown(field: str, known: Collection[str]) -> str:
   """Returns the end of an error message about a field that does not exist."""
-  if field in plugins.moved():
-    _, now, value = plugins.moved()[field]
-    if not now:
-      return plugins.removed(str(value))
-    hint = plugins.hint(str(value)) or plugins.hint(now)
-    return f"; now it is {now}={value!r}{hint}"
   near, group = f"{meant(field, known)}{plugins.hint(field)}", field.partition(".")[0]
   is_strange = not near and not any(name.startswith(f"{group}.") for name in known)
   ask = plugins.ASK if is_strange and "." in field else ""

@@ -192,19 +192,12 @@ def shown(saved: Json) -> Config:
 def saved_fields(saved: Json) -> Json:
   """Returns the fields of a config read from JSON by name.
 
-  Older versions saved the fields of some plug-ins with every run. This function leaves
-  them out if the run does not use the plug-in. It also leaves out log.baseline, a
-  former field that changed no result.
-
   Raises:
     ConfigError: see `plugins.check_trusted`.
   """
   v = leaves(saved)
   names = plugins_of(v)
   plugins.check_trusted(names)
-  absent = {*plugins.contrib(), *plugins.REMOVED}.difference(names)
-  v = {f: x for f, x in v.items() if f.partition(".")[0] not in absent}
-  v.pop("log.baseline", None)
   return v | {"plugins": names}
 
 
@@ -228,10 +221,8 @@ def _resolve(v: Json) -> Config:
   defaults = _defaults(names)  # Imports plug-ins, also from paths.
   names = tuple(dict.fromkeys(map(plugins.module_of, names)))
   # Fields may be missing: a config file may name a plug-in without its fields, and a
-  # saved config may be older than a field. A field that a plug-in has replaced may be
-  # in an old config; it is dropped if it has its default.
-  gone = [f for f, (unset, *_) in plugins.moved().items() if v.get(f) == unset]
-  v = defaults | {f: x for f, x in v.items() if f not in gone} | {"plugins": names}
+  # saved config may be older than a field.
+  v = defaults | v | {"plugins": names}
   # The flag --config.overlap.taus= sets ("",).
   v = {f: () if isinstance(x, tuple) and x == ("",) else x for f, x in v.items()}
   v = checks.check_each(v, defaults, _kinds(names))

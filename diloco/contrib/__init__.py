@@ -26,23 +26,3 @@ tensors are stacks of matrices. `consistent_rms=0.2` makes Muon's updates as lar
 AdamW's (arXiv 2502.16982, section 2.2). MuLoCo's authors report a lower loss than
 DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, code).
 """
-
-# Former fields that plug-ins replaced: {former field: (its default, the new field, an
-# example of a value)}. For a removed field: (its default, "", what was removed). A
-# saved config may still contain the default of a former field.
-MOVED = {
-  "log.diagnostics_every": (0, "diagnostics.every", 4),
-  "model.head_dim": (0, "qwen3.head_dim", 128),
-  "model.norm_eps": (1e-6, "qwen3.norm_eps", 1e-6),
-  "model.num_kv_heads": (0, "qwen3.kv_heads", 8),
-  "model.rope_theta": (1e6, "qwen3.rope_theta", 1e6),
-  "model.tie_embeddings": (True, "qwen3.tie_embeddings", False),
-  "outer.decay_syncs": (0, "", "falling"),
-  "outer.fedpart": (False, "fedpart.on", True),
-  "outer.final_fraction": (1.0, "", "falling"),
-  "outer.final_momentum": (-1.0, "", "falling"),
-  "outer.restart_every": (0, "", "restarted"),
-  "wire.chunk": (0, "wire.compressor", "chunked_topk(chunk=4096)"),
-  "wire.rounding": ("nearest", "", "stochastic"),
-  "wire.error_feedback": (0, "wire.compressor", "error_feedback(beta=1, of='topk')"),
-}

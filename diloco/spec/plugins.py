@@ -32,10 +32,6 @@ CONTRIB = "diloco.contrib"
 # Subfolder of a run's folder for copies of its plug-ins' files.
 KEPT = "plugins"
 _FILE = ".py"
-# Plug-ins that the package no longer has.
-REMOVED = {
-  *("delayed_nesterov", "eager", "falling", "gpa", "noloco", "radial", "restarted"),
-}
 
 
 # Remedy in an error message about a name that nothing has registered.
@@ -329,8 +325,7 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
       importlib.import_module(module)
     except ImportError as error:
       ask = f"; is its folder on PYTHONPATH, or is it one of {', '.join(contrib())}?"
-      remedy = f"{hint(name)}." if name in REMOVED else ask
-      raise ConfigError(f"plugins names {name!r}, but {error}{remedy}") from error
+      raise ConfigError(f"plugins names {name!r}, but {error}{ask}") from error
     except Exception as error:  # A module may raise anything.
       fault = located(error, str(path))
       raise ConfigError(
@@ -400,11 +395,8 @@ def check_trusted(names: Iterable[str]) -> None:
   the config of a workdir or of an export, or a table of runs.
 
   Raises:
-    ConfigError: one of the plug-ins was removed from diloco.
     NotTrusted: the message tells how to allow the plug-ins at the command line.
   """
-  for name in REMOVED.intersection(names):
-    raise ConfigError(f"plugins names {name!r}{hint(name)}.")
   strange = ",".join(n for n in names if not is_trusted(n))
   if strange:
     raise NotTrusted(
@@ -452,24 +444,12 @@ def check_name(field: str, name: str, known: Collection[str]) -> None:
     raise ConfigError(f"{field} is {name!r}; choose one of {', '.join(known)}{near}.")
 
 
-def moved() -> dict[str, tuple[object, str, object]]:
-  """Returns {former field: (its default, the new field, an example of its value)}."""
-  return importlib.import_module(CONTRIB).MOVED
-
-
-def removed(name: str) -> str:
-  """Returns the end of an error message about a thing that was removed."""
-  return f"; {name} was removed; revision e367008 still has it"
-
-
 def hint(name: str) -> str:
   """Returns the end of an error message if a plug-in has the unknown name, else "".
 
   Names of a plug-in NAME are NAME, NAME with a number, `NAME.FIELD` and `NAME(...)`.
   """
   name = re.split(r"[.(]", name)[0]
-  if name in REMOVED:
-    return removed(name)
   plugin = name if name in contrib() else name.rstrip("0123456789")
   if plugin not in contrib():
     return ""

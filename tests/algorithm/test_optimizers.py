@@ -86,7 +86,6 @@ def test_adamw_by_hand(tiny, scaling, factor):
     ("adam(eps=1e400)", r"which has the number inf; give at most 3\.4e"),
     (f"adam(eps={'-' * 99_999}1)", "write a name, alone or with keyword arguments"),
     ("sgd(momentum='0.9')", "whose momentum is '0.9'; give a number"),
-    ("restarted(every=3, momentum=0.9)", "restarted was removed; .* e367008"),
   ],
 )
 def test_an_unknown_outer_optimizer_is_refused(text, message):

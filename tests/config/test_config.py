@@ -38,14 +38,10 @@ PLAIN = {"algorithm": "data_parallel"}
     ({"overlap.taus": (1, 2, 3)}, r"overlap.taus is \(1, 2, 3\); give 2 whole numbers"),
     ({"overlap.taus": ("1,a",)}, "overlap.taus is .*; give values such as"),
     ({"wire.density": 0.0}, "wire.density is 0.0; it must be above 0 and at most"),
-    ({"wire.rounding": "stochastic"}, "no such field; stochastic was removed"),
     ({"wire.compressor": "topk(k=1)"}, "wire.compressor is 'topk.k=1.', but topk"),
     ({"wire.compressor": "topk("}, r"wire.compressor is 'topk\('; write a name, alone"),
-    ({"wire.error_feedback": 0.9}, "is 0.9, .*; now .* wire.compressor=.*feedback.b"),
-    ({"outer.fedpart": True}, "is True, .*; now it is fedpart.on=True; the plug-in fe"),
     ({**ALONE, "des_loc.second_every": 3}, "is 3, but replicas is 1, and a single"),
     ({**ALONE, "sparta.share": 0.1}, r"replicas is 1, .*, or set sparta.share=0\.0"),
-    ({"outer.final_fraction": 0.1}, "no such field; falling was removed; .* e367008"),
     ({"warm_start.momentum": False}, "is False, but warm_start.steps is 0; .*=true"),
     ({"model.num_heads": 7}, r"model.dim is \d+, which model.num_heads = 7 does not d"),
     ({"model.loss_chunk": 300}, "model.seq_len is 2048, which model.loss_chunk = 300"),
@@ -182,20 +178,11 @@ def test_arguments_of_a_compressor_that_cannot_work_are_refused(text, message):
   resolve(make(**fields, **{"wire.compressor": of}))
 
 
-def test_a_saved_config_is_read_with_fields_that_plug_ins_replaced_or_that_lack():
+def test_a_saved_config_is_read_with_fields_that_lack():
   r = resolve(make(**{"overlap.taus": (0, 3)}))
   saved = json.loads(json.dumps(r.to_dict()))
   del saved["data"]["shuffle_window"]
-  saved["outer"] |= {"restart_every": 0, "fedpart": False, "final_momentum": -1.0}
-  saved["wire"]["chunk"], saved["eager"] = 0, {"on": False}
-  saved["log"]["baseline"] = "runs/data_parallel"
   assert complete(saved) == r
-  saved["outer"]["fedpart"] = True
-  with pytest.raises(ConfigError, match=r"fedpart is True, .*; now it is fedpart.on"):
-    complete(saved)
-  saved["plugins"] = ("eager",)
-  with pytest.raises(ConfigError, match="names 'eager'; eager was removed; "):
-    complete(saved)
 
 
 def test_data_parallel_ignores_the_fields_of_the_outer_step():
