@@ -33,6 +33,6 @@ pip install --quiet --constraint "$folder/lowest.txt" '.[test]'
 pip freeze
 if [ $# = 0 ]; then
   set -- tests/{data,tokenizer,checkpoint,library,wire} \
-    tests/algorithm/test_{outer,outer_reference,reference,state}.py
+    tests/algorithm/test_{outer,outer_reference,state}.py
 fi
 pytest "$@"

@@ -97,11 +97,6 @@ def sent_at(t: int, P: int, H: int) -> list[int]:
 # the first; `count` numbers the updates of this fragment from 1.
 
 
-def sgd(lr: float):
-  """theta <- theta - lr * g."""
-  return lambda theta, g, state, count: theta - lr * g
-
-
 def heavy_ball(lr: float, mu: float):
   """m <- mu * m + g; theta <- theta - lr * m."""
 
@@ -391,28 +386,3 @@ def simulate(
   result.outer = join(theta_outer)
   result.replicas = [join(flat) for flat in theta_m]
   return result
-
-
-def diloco(
-  theta: Params, inner: InnerStep, *, T: int, H: int, M: int, outer
-) -> tuple[Params, list[Params]]:
-  """T steps of Algorithm 1: outer parameters and replicas. No fragments, no wire."""
-  theta_outer = split(theta)
-  theta_m = [split(theta) for _ in range(M)]
-  state: dict[tuple, dict] = {key: {} for key in theta_outer}
-  for t in range(1, T + 1):
-    theta_m = [split(inner(join(theta_m[m]), m, t)) for m in range(M)]
-    if t % H == 0:
-      for key in theta_outer:
-        mean = sum((theta_outer[key] - theta_m[m][key]) / M for m in range(M))
-        theta_outer[key] = outer(theta_outer[key], mean, state[key], t // H)
-        for m in range(M):
-          theta_m[m][key] = theta_outer[key].copy()
-  return join(theta_outer), [join(flat) for flat in theta_m]
-
-
-def data_parallel(theta: Params, inner: InnerStep, *, T: int) -> Params:
-  """T inner steps of a single replica."""
-  for t in range(1, T + 1):
-    theta = inner(theta, 0, t)
-  return theta
