@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from diloco.algorithm.method import Method
 from diloco.algorithm.outer import merge, outer_step, send, update
@@ -71,30 +72,6 @@ def run(c: Config, theta, increments, final_sync=False):
   return get(params_M), get(theta), [(e.kind, e.step, e.fragment) for e in events]
 
 
-def test_streaming_with_one_fragment_is_diloco_bit_for_bit():
-  theta, increments = drawn(seed=2, steps=9)
-  streaming = make_config(
-    **{"fragments.pattern": "whole", "overlap.tau": 0, "sync_every": 4}
-  )
-  diloco = make_config(
-    algorithm="diloco", **{"overlap.tau": 3, "overlap.alpha": 0.5, "sync_every": 4}
-  )
-  a, b = run(streaming, theta, increments), run(diloco, theta, increments)
-  jax.tree.map(np.testing.assert_array_equal, a[:2], b[:2])
-
-
-def test_alpha_one_leaves_replicas_untouched():
-  theta, increments = drawn(seed=4, steps=8)
-  c = make_config(**{"overlap.alpha": 1.0, "sync_every": 3, "overlap.tau": 1})
-  params_M, *_ = run(c, theta, increments)
-  plain_M = jax.tree.map(lambda x: np.stack([np.asarray(x, np.float32)] * 2), theta)
-  for step in increments:
-    plain_M = jax.tree.map(
-      lambda p, a, b: p + np.stack([a, b]).astype(np.float32), plain_M, *step
-    )
-  jax.tree.map(np.testing.assert_array_equal, params_M, plain_M)
-
-
 def test_the_final_sync_is_a_step_of_its_own_and_leaves_all_equal():
   c = make_config(**{"sync_every": 3, "overlap.tau": 1})
   params_M, outer, events = run(c, *drawn(seed=5, steps=6), final_sync=True)
@@ -156,14 +133,15 @@ def test_each_replica_and_step_draws_numbers_of_its_own():
   assert len({x.tobytes() for x in (*whole, *later)}) == 8
 
 
-def test_a_merge_mixes_bfloat16_replicas_in_float32():
-  rng, alpha = np.random.default_rng(3), 0.3
-  replica, outer = rng.normal(size=(2, LAYERS, WIDTH)).astype(jnp.bfloat16)
+@pytest.mark.parametrize(("dtype", "alpha"), [("bfloat16", 0.3), ("float32", 1.0)])
+def test_a_merge_mixes_replicas_in_float32(dtype, alpha):
+  rng = np.random.default_rng(3)
+  replica, outer = rng.normal(size=(2, LAYERS, WIDTH)).astype(dtype)
   outer = outer.astype(np.float32) * 1.001
   trees = [{"blocks": {"w": jnp.asarray(x)}} for x in (replica[None], outer)]
   merged = merge(*trees, np.arange(LAYERS), np.array([True]), alpha=alpha)
   exact = alpha * replica.astype(np.float64) + (1 - alpha) * outer
-  expected = exact.astype(np.float32).astype(jnp.bfloat16)
+  expected = exact.astype(np.float32).astype(dtype)
   np.testing.assert_array_equal(np.asarray(merged["blocks"]["w"])[0], expected)
 
 
