@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import running
 import tiny_config
-import wreck
 from conftest import first_of
 
 from diloco import train
@@ -202,22 +201,6 @@ def test_another_config_is_refused_with_the_difference(finished, tmp_path, go_on
     go_on(tmp_path / "copy", **{"outer.learning_rate": 0.7})
   assert "outer.learning_rate: 0.4 -> 0.7" in str(error.value)
   assert "checkpoint of step 12 made with another config" in str(error.value)
-
-
-@pytest.mark.integration("whole runs")
-def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, go_on):
-  workdir = tmp_path / "copy"
-  shutil.copytree(finished, workdir)
-  arrays = (p for p in (workdir / "checkpoints" / "12").rglob("*") if p.is_file())
-  wreck.flip(max(arrays, key=lambda p: p.stat().st_size), 0.5)
-  stderr = go_on(workdir)
-  assert "The checkpoint of step 12 is damaged (" in stderr
-  assert "Going on from the checkpoint of step 10" in stderr
-  assert losses(workdir) == losses(finished)
-  # It stood in the way of the finished state.
-  assert "Moved the checkpoint of step 12, which cannot be read, to" in stderr
-  assert (workdir / "unreadable" / "12").is_dir()
-  assert_same_end(workdir, finished)
 
 
 @pytest.mark.slow("starts a process")

@@ -264,14 +264,6 @@ def test_a_signal_saves_one_step_on_all(launch, two, tmp_path, target, signum, s
   assert_same_training(tmp_path, two[0], rtol=0)
 
 
-@pytest.mark.integration("starts two processes")
-def test_the_launcher_ends_all_when_one_cannot_start(launch, tmp_path):
-  run = launch(2, tmp_path, "--config.train.batch_size=3")
-  output, _ = run.communicate(timeout=600)
-  assert run.returncode == 2
-  assert "error: train.batch_size is 3" in output
-
-
 # A process that is suspended for 2 s before it is gone. JAX aborts a process that is
 # there when process 0 is not, so process 0 must wait for it.
 LATE_EXIT = """
