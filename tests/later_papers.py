@@ -1,14 +1,13 @@
 """A method of each kind, as a user would write it: one file that no other one knows.
 
 `median` averages by the median. `Mixing` averages the embeddings every few steps.
-`Calm` begins with joint steps. `signed` is an outer optimizer.
+`Calm` begins with joint steps.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Count
@@ -48,13 +47,6 @@ class Calm(plugins.Extension):
     return Timetable(joint_steps=self.steps)
 
 
-def signed(learning_rate):
-  return optax.chain(
-    optax.stateless(lambda updates, params: jax.tree.map(jnp.sign, updates)),
-    optax.scale_by_learning_rate(learning_rate),
-  )
-
-
 def median(delta_M, weights_M):
   del weights_M
   return jax.tree.map(lambda x_M: jnp.median(x_M, axis=0), delta_M)
@@ -63,4 +55,3 @@ def median(delta_M, weights_M):
 plugins.register("outer.average", "median", median)
 plugins.register("fields", "mixing", Mixing)
 plugins.register("fields", "calm", Calm)
-plugins.register("outer.optimizer", "signed", signed)

@@ -8,10 +8,10 @@ import sys
 import types
 
 import later_papers  # noqa: F401  Registers a method of each kind.
-import plugins  # noqa: F401  Registers `signs`, `feedback` and `bigram`.
 import pytest
 import running
 from conftest import first_of, rewind
+from plugins import EXAMPLES  # Registers `signs`, `feedback`, `bigram` and `signed`.
 
 from diloco import __main__, train
 from diloco.checkpoint.record import Record
@@ -28,11 +28,6 @@ from diloco.spec import plugins as contrib_lib
 from diloco.spec import shapes, sizes
 from diloco.sweep import csv_file, job, saved
 
-PAGE = (running.ROOT / "docs/extend.md").read_text()
-EXAMPLES = {
-  re.match(r"# (\w+)\.py", code)[1]: code
-  for code in re.findall(r"```python\n(.*?)```", PAGE, re.S)
-}
 OTHERS = EXAMPLES.keys() - {"pulled"}
 GIVEN = {
   "sign_sgd": "outer.learning_rate=0.001",
