@@ -1,6 +1,7 @@
 """Runs commands: in this process, or in one of its own that finds package and tests."""
 
 import contextlib
+import csv
 import io
 import os
 import pathlib
@@ -9,6 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
+
+
+def read_csv(path: pathlib.Path) -> list[dict[str, str]]:
+  """The rows of a file."""
+  with path.open(newline="") as file:
+    return list(csv.DictReader(file))
 
 
 def environment(**more: str) -> dict[str, str]:

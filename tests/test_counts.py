@@ -1,15 +1,12 @@
 """Counts in sentences of the documents are those of the tables that they count."""
 
 import collections
-import csv
-import pathlib
 import re
 
 import pytest
+from running import ROOT, read_csv
 
 from diloco.util.command import load_module
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def stated(page: str, sentence: str) -> list[int]:
@@ -22,8 +19,7 @@ def stated(page: str, sentence: str) -> list[int]:
 
 
 def table(name: str) -> list[dict[str, str]]:
-  with open(ROOT / "docs" / name, newline="") as file:
-    return list(csv.DictReader(file))
+  return read_csv(ROOT / "docs" / name)
 
 
 # Pages of what to do, which nobody reads if they are longer.

@@ -2,17 +2,16 @@
 
 import configparser
 import importlib
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+from running import ROOT
 
 from diloco.config import default_config
 from diloco.config.resolve import leaves
 
-ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs/operate.md").read_text()
 TIMES = re.findall(r"^\| .*? \| ([\d., ]+?)[^\d|]* \| `(.*?)` \|", PAGE, re.M)
 FIELDS = leaves(default_config("sites").to_dict())

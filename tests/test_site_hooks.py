@@ -1,12 +1,11 @@
 """The site of documents: links and lists of GitHub become those of mkdocs."""
 
-import csv
-import pathlib
 import re
 import sys
 import types
 
 import pytest
+from running import ROOT, read_csv
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("markdown")
@@ -17,10 +16,9 @@ from diloco import __main__ as listing
 from diloco.config import describe
 from diloco.spec import plugins
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "docs"))
+sys.path.insert(0, str(ROOT / "docs"))
 import site_hooks
 
-ROOT = pathlib.Path(__file__).parents[1]
 REPOSITORY = "https://example.org/r"
 
 
@@ -101,8 +99,7 @@ def test_a_table_of_a_file_has_its_rows_and_code_in_commands():
   page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="claims.md"))
   head, _, *rows = site_hooks.on_page_markdown(text, page, None, None).splitlines()
   assert head == "| verdict | claim | command |"
-  with (ROOT / "docs" / "claims.csv").open() as file:
-    claims = [*csv.DictReader(file)]
+  claims = read_csv(ROOT / "docs" / "claims.csv")
   assert len(rows) == len(claims)
   assert rows[0].startswith("| contradicted | ")
   assert f"`{claims[0]['command']}`" in rows[0]

@@ -1,7 +1,6 @@
 """A mistake at the command line gives one sentence and exit status 2."""
 
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -15,8 +14,7 @@ from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.util import command
 
-ROOT = pathlib.Path(__file__).parents[2]
-SAMPLE = f"--config={ROOT}/configs/sample.py"
+SAMPLE = f"--config={running.ROOT}/configs/sample.py"
 BROKEN = """
 from diloco.config import default_config
 
@@ -87,7 +85,7 @@ def test_a_config_file_that_does_not_exist(path, more):
 
 def test_values_after_a_space_and_paths_with_spaces(tmp_path):
   path = tmp_path / "a b.py"
-  path.write_bytes((ROOT / "configs" / "sample.py").read_bytes())
+  path.write_bytes((running.ROOT / "configs" / "sample.py").read_bytes())
   values, argv = flags.FlagValues(), ["program", "--config", str(path)]
   argv += ["--config.seed", "4", "--noconfig.model.qk_norm", "word"]
   command_line.define_config(values)

@@ -1,15 +1,14 @@
 """The papers' configs have the papers' shapes, budgets and runs."""
 
 import ast
-import csv
 import importlib.util
 import json
-import pathlib
 import re
 import shlex
 
 import jax
 import pytest
+from running import ROOT, read_csv
 
 from diloco.algorithm.streaming import make_streaming
 from diloco.cli import list_configs as listing
@@ -23,25 +22,21 @@ from diloco.mesh import hardware
 from diloco.mesh.devices import make_mesh
 from diloco.scaling_laws import paper, recommend
 from diloco.spec.shapes import flops_per_token, matrix_params, num_params
-from diloco.util.command import parse_count
+from diloco.util.command import load_module, parse_count
 from diloco.util.shipped import PACKAGE
 from diloco.wire.ledger import Ledger
 
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
-PAPERS = pathlib.Path(__file__).parents[1] / "papers"
+CONFIGS, PAPERS = ROOT / "configs", ROOT / "tests" / "papers"
 
 
 def load(name, arg=None):
-  spec = importlib.util.spec_from_file_location(f"of_{name}", CONFIGS / f"{name}.py")
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
+  module = load_module(name, "get_config", "")
   return module, resolve(module.get_config(*([arg] if arg else [])))
 
 
 def read(table):
   """Returns the rows of a table of the papers, as printed."""
-  with (PAPERS / f"{table}.csv").open() as file:
-    return list(csv.DictReader(file))
+  return read_csv(PAPERS / f"{table}.csv")
 
 
 def tokens(text):
@@ -244,8 +239,8 @@ def test_the_command_of_an_ablation_s_run_gives_the_sweep_s_config(item, count):
 
 
 def test_every_figure_and_table_with_losses_has_its_runs():
-  with (PACKAGE / "reproduce" / "items.csv").open() as file:
-    rows = [r for r in csv.DictReader(file) if r["kind"] in ("trained", "missing")]
+  items = read_csv(PACKAGE / "reproduce" / "items.csv")
+  rows = [r for r in items if r["kind"] in ("trained", "missing")]
   modules = [load(name)[0] for name in ("streaming", "chinchilla")]
   known = [f"{m.PAPER} {item}" for m in modules for item in m.ITEMS]
   ablations = listing.load_module("ablations", "get_sweep", "")

@@ -1,7 +1,6 @@
 """Sources, tokenizer, packing, shards and saved positions."""
 
 import json
-import pathlib
 import shutil
 from collections import Counter
 
@@ -23,8 +22,9 @@ from diloco.spec.fields import DataConfig
 from diloco.spec.shapes import BOS_ID, EOS_ID
 from diloco.util.command import load_module
 
-ROOT = pathlib.Path(__file__).parents[2]
-MAKE_STANDIN = load_module(f"{ROOT}/scripts/benchmarks/make_standin.py", "write", "")
+MAKE_STANDIN = load_module(
+  f"{running.ROOT}/scripts/benchmarks/make_standin.py", "write", ""
+)
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """The page's commands for C4 and Dolma, as written, on stand-ins of both data sets."""
 
-import pathlib
 import re
 import shlex
 
 import pytest
+from running import ROOT
 
 from diloco import session
 from diloco.checkpoint import disk
@@ -12,8 +12,6 @@ from diloco.cli import train_tokenizer
 from diloco.config.command_line import load_config
 from diloco.data.prepare import prepare_data
 from diloco.util.command import load_module
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def commands(data):

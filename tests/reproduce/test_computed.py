@@ -1,22 +1,20 @@
 """The claims that need no training, against other computations of the same numbers."""
 
-import csv
 import itertools
 import math
-import pathlib
 import re
 import tomllib
 
 import numpy as np
 import pytest
+from running import ROOT, read_csv
 
 from diloco.reproduce import __main__ as reproduce
 from diloco.reproduce import computed
 from diloco.reproduce.claim import COLUMNS, CONTRADICTED, NOT_SHOWN, SHOWN, table
-from diloco.util.shipped import PACKAGE
+from diloco.util.shipped import PACKAGE, papers_table
 
 WORDS = tomllib.loads((PACKAGE / "reproduce" / "computed.toml").read_text())
-PAPERS = PACKAGE / "scaling_laws" / "papers"
 
 
 def numbers(name):
@@ -38,8 +36,7 @@ def test_the_table_has_a_row_for_every_claim(capsys):
 
 
 def test_the_recorded_claims_are_those_of_today_but_for_the_seconds():
-  with (pathlib.Path(__file__).parents[2] / "docs/claims.csv").open() as file:
-    recorded = [row for row in csv.DictReader(file) if row["kind"] != "trained"]
+  recorded = [r for r in read_csv(ROOT / "docs/claims.csv") if r["kind"] != "trained"]
   today = table(computed.rows()).drop(columns="cost").to_dict("records")
   assert [{k: v for k, v in row.items() if k != "cost"} for row in recorded] == today
 
@@ -53,8 +50,8 @@ def test_every_contradiction_of_a_paper_has_our_choice_and_every_command_exists(
 
 
 def test_slopes_by_hand():
-  with (PACKAGE / "reproduce/papers/streaming_table5_c4_scaling.csv").open() as file:
-    rows = [row for row in csv.DictReader(file) if row["eval_loss"]]
+  table_5 = papers_table("reproduce", "streaming_table5_c4_scaling")
+  rows = [row for row in table_5 if row["eval_loss"]]
   by_hand = []
   for method in ("data_parallel", computed.H100):
     own = [row for row in rows if row["method"] == method]
@@ -67,13 +64,11 @@ def test_slopes_by_hand():
 
 
 def test_findings_of_scaling_laws_by_hand():
-  with (PAPERS / "table4_loss.csv").open() as file:
-    rows = [*csv.DictReader(file)]
+  rows = papers_table("scaling_laws", "table4_loss")
   assert all(float(row["diloco_M1"]) < float(row["dp"]) for row in rows)
   assert computed.finding_2() == (f"{len(rows)} of {len(rows)} sizes", SHOWN)
-  with (PAPERS / "tables7_to_10_powerlaws.csv").open() as file:
-    rows = [row for row in csv.DictReader(file) if row["table"] == "9"]
-  laws = [(float(row["A"]), float(row["alpha"])) for row in rows]
+  rows = papers_table("scaling_laws", "tables7_to_10_powerlaws")
+  laws = [(float(r["A"]), float(r["alpha"])) for r in rows if r["table"] == "9"]
   in_order = 0
   for n in (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9):
     batches = [a * n**alpha for a, alpha in laws]
@@ -100,10 +95,8 @@ def test_bytes_and_memory_by_hand():
 def test_bandwidths_and_batches_by_hand():
   # 1B: 24 layers in 8 fragments, and the embedding.
   assert numbers("sent_every")[:3] == [100 // 9, 100 // 17, 100 // 37]
-  with (PACKAGE / "simulate/papers/streaming_table4_bandwidth_for_cu.csv").open() as f:
-    rows = {
-      (r["model"], r["method"]): float(r["gbits_cu95"]) for r in csv.DictReader(f)
-    }
+  table_4 = papers_table("simulate", "streaming_table4_bandwidth_for_cu")
+  rows = {(r["model"], r["method"]): float(r["gbits_cu95"]) for r in table_4}
   best = "streaming_overlap_fp4"
   ratios = [rows[n, "data_parallel"] / rows[n, best] for n in ("1B", "10B", "100B")]
   assert numbers("two_orders_less") == [round(ratio) for ratio in ratios]

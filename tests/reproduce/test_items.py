@@ -1,10 +1,9 @@
 """Every figure, table and section of both papers has a row, and its command exists."""
 
-import csv
-import pathlib
 import shlex
 
 import pytest
+from running import ROOT, read_csv
 
 from diloco import __main__ as listing
 from diloco.cli import list_configs
@@ -14,9 +13,7 @@ from diloco.reproduce import __main__ as reproduce
 from diloco.simulate import __main__ as simulate
 from diloco.simulate import figures
 
-ROOT = pathlib.Path(__file__).parents[2]
-with (ROOT / "diloco/reproduce/items.csv").open() as file:
-  ROWS = [*csv.DictReader(file)]
+ROWS = read_csv(ROOT / "diloco/reproduce/items.csv")
 KINDS = {"simulated", "fitted", "counted", "trained", "code", "missing"}
 
 # What the papers' texts have, and the parts of a figure. Left out are introductions,

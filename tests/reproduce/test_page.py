@@ -1,16 +1,13 @@
 """Rows of docs/claims.csv, computed again from docs/reproduced.csv by other code."""
 
-import csv
 import json
-import pathlib
 import re
 import statistics
 
 import pytest
+from running import ROOT, read_csv
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
-with (DOCS / "reproduced.csv").open() as file:
-  DONE = [row for row in csv.DictReader(file) if row["status"] == "done"]
+DONE = [r for r in read_csv(ROOT / "docs/reproduced.csv") if r["status"] == "done"]
 # Those of configs/accuracies.py have a text of another day.
 RUNS = [row for row in DONE if not row["point_scored"]]
 SCORED = [row for row in DONE if row["point_scored"] and not row["point_texts"]]
@@ -102,8 +99,7 @@ CLAIMS = {
 
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_a_row_follows_from_the_recorded_runs(claim):
-  with (DOCS / "claims.csv").open() as file:
-    claims = [row for row in csv.DictReader(file) if row["kind"] == "trained"]
+  claims = [r for r in read_csv(ROOT / "docs/claims.csv") if r["kind"] == "trained"]
   [row] = [row for row in claims if re.match(claim, row["claim"])]
   a, b = CLAIMS[claim]()
   more = [100 * (a[seed] / b[seed] - 1) for seed in a.keys() & b.keys()]

@@ -1,16 +1,14 @@
 """docs/links.md has what the simulator gives beside the measurements."""
 
 import csv
-import pathlib
 import re
 
 import measured_links
 import numpy as np
 import pytest
+from running import ROOT
 
 from diloco.simulate.utilisation import LINKS, Link
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def starting(rows, name):

@@ -1,6 +1,5 @@
 """The bench of limited links: its plan, its sums, and one run from end to end."""
 
-import csv
 import itertools
 
 import netns
@@ -144,8 +143,7 @@ def test_one_command_measures_and_saves(tmp_path):
   if "run again on an idle machine" in done.stderr:
     pytest.skip(done.stderr.splitlines()[-1])
   assert done.returncode == 0, done.stderr[-4000:]
-  with (tmp_path / "wan.csv").open() as file:
-    rows = list(csv.DictReader(file))
+  rows = running.read_csv(tmp_path / "wan.csv")
   assert len(rows) == 2
   for row in rows:
     # At least the payload; headers add at most the claimed three per cent.

@@ -1,7 +1,6 @@
 """Tests the simulation of configs: workloads, step times, the command."""
 
 import json
-import pathlib
 import re
 
 import pytest
@@ -16,8 +15,7 @@ from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
 from diloco.spec.shapes import flops_per_token, num_params
 
-ROOT = pathlib.Path(__file__).parents[2]
-CONFIG = f"{ROOT}/configs/chinchilla.py:1.3B,M=2,H=100"
+CONFIG = f"{running.ROOT}/configs/chinchilla.py:1.3B,M=2,H=100"
 
 
 def test_a_config_keeps_its_parameters_schedule_and_bits():

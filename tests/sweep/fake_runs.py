@@ -2,15 +2,12 @@
 
 import json
 import math
-import pathlib
 
 from diloco.config import default_config
 from diloco.sweep import table
 from diloco.sweep.grid import Axis, Grid, Sweep, powers
 from diloco.sweep.runner import Driver
 from diloco.util import files
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 BEST = 2.0**-8
 

@@ -5,7 +5,6 @@ import json
 
 import pytest
 from fake_runs import (
-  ROOT,
   Fake,
   config,
   finish,
@@ -15,6 +14,7 @@ from fake_runs import (
   without,
   write_run,
 )
+from running import ROOT, read_csv
 
 from diloco.config import resolve
 from diloco.sweep import table
@@ -33,8 +33,7 @@ def swept(tmp_path_factory):
 
 @pytest.fixture
 def exported(swept):
-  with (swept / "out.csv").open() as file:
-    return list(csv.DictReader(file))
+  return read_csv(swept / "out.csv")
 
 
 def test_a_sweep_goes_on_from_an_exported_file(swept, tmp_path):
@@ -62,13 +61,12 @@ def write_some(path, rows):
 
 
 def test_an_imported_file_is_exported_as_it_was(tmp_path):
-  with (ROOT / "docs" / "ladder.csv").open() as file:
-    before = [*csv.DictReader(file)][::24]  # Importing all of them takes a while.
+  # Importing all of them takes a while.
+  before = read_csv(ROOT / "docs" / "ladder.csv")[::24]
   write_some(tmp_path / "some.csv", before)
   assert load(tmp_path / "some.csv", tmp_path) == len(before) > 10
   export(rows_of(tmp_path), tmp_path / "out.csv")
-  with (tmp_path / "out.csv").open() as file:
-    after = [*csv.DictReader(file)]
+  after = read_csv(tmp_path / "out.csv")
   assert [{**row, "name": ""} for row in after] == [{**x, "name": ""} for x in before]
   assert list(before[0]) == list(after[0])
   assert all(row["test_loss_first"] for row in after)
@@ -76,8 +74,7 @@ def test_an_imported_file_is_exported_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("name", ["gap", "reproduced"])
 def test_the_published_runs_can_be_imported(tmp_path, name):
-  with (ROOT / "docs" / f"{name}.csv").open() as file:
-    rows = [row for row in csv.DictReader(file) if row["status"] == "done"]
+  rows = [r for r in read_csv(ROOT / f"docs/{name}.csv") if r["status"] == "done"]
   some = {tuple(json.loads(row["config"])): row for row in rows}  # All sets of fields.
   write_some(tmp_path / "some.csv", [*some.values()])
   assert load(tmp_path / "some.csv", tmp_path) == len(some) > 10
@@ -124,7 +121,6 @@ def test_an_export_has_runs_of_code_with_other_fields(tmp_path):
   # A point without a valid config.
   write_run(tmp_path, "b", None, ended={"failed": True, "error": "refused"})
   assert export(rows_of(tmp_path), tmp_path / "out.csv") == 2
-  with (tmp_path / "out.csv").open() as file:
-    first, _ = csv.DictReader(file)
+  first, _ = read_csv(tmp_path / "out.csv")
   assert (first["outer_learning_rate"], first["replicas"]) == ("0.4", "1")
   assert json.loads(first["config"])["gone"] == 1

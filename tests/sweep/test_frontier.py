@@ -1,11 +1,10 @@
 """The gap at equal bytes: its page against its runs, and what its points train."""
 
-import csv
-import pathlib
 import re
 import statistics
 
 import pytest
+from running import ROOT, read_csv
 
 from diloco.config import resolve
 from diloco.contrib.des_loc import DesLoc
@@ -13,7 +12,6 @@ from diloco.contrib.simulate import plan
 from diloco.errors import ConfigError
 from diloco.util.command import load_module
 
-ROOT = pathlib.Path(__file__).parents[2]
 FILE = load_module(str(ROOT / "configs" / "frontier.py"), "get_sweep", "frontier")
 RATES = ("lr", "outer_lr", "momentum", "pull")
 SEEDS = ("0", "1", "2")
@@ -31,8 +29,7 @@ def best_runs(size):
     {(case, seed): loss on the tokens that tell}, {case: bytes for each token}, and
     {(case, seed): per cent above data-parallel}.
   """
-  with (ROOT / "docs" / "frontier.csv").open() as file:
-    rows = [row for row in csv.DictReader(file) if row["point_size"] == size]
+  rows = [r for r in read_csv(ROOT / "docs/frontier.csv") if r["point_size"] == size]
   rates = lambda row: [row["point_case"], *(row[f"point_{k}"] for k in RATES)]
   ended = {row["point_case"] for row in rows if row["seed"] == "2"}
   best = [

@@ -1,6 +1,5 @@
 """The command: its flags, what it shows, exports and refuses."""
 
-import csv
 import json
 import math
 import re
@@ -8,7 +7,6 @@ import sys
 
 import pytest
 from fake_runs import (
-  ROOT,
   Fake,
   config,
   finish,
@@ -19,7 +17,7 @@ from fake_runs import (
   summary_of,
   write_run,
 )
-from running import called
+from running import ROOT, called, read_csv
 
 from diloco.cli import sweep as cli
 from diloco.config import complete
@@ -71,8 +69,7 @@ def test_an_export_with_a_sweep_has_the_runs_of_this_sweep_only(tmp_path):
   text = "import fake_runs\nget_sweep = lambda: fake_runs.one_cell(1, 2, 4)"
   done = sweep_of(tmp_path, text, f"--results={results}", f"--export={out}")
   assert done.returncode == 0, done.stderr
-  with out.open(newline="") as file:
-    assert {row["name"] for row in csv.DictReader(file)} == names
+  assert {row["name"] for row in read_csv(out)} == names
   assert 3 == len(names) < len(rows_of(results))
 
 

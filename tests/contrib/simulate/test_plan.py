@@ -1,14 +1,13 @@
 """The planner: losses against the runs behind them, hours against closed forms."""
 
-import csv
 import dataclasses
 import itertools
 import json
-import pathlib
 import re
 import statistics
 
 import pytest
+from running import ROOT, read_csv
 
 from diloco.config import changed
 from diloco.config.command_line import load_config
@@ -19,7 +18,6 @@ from diloco.scaling_laws import paper
 from diloco.simulate import __main__ as command
 from diloco.spec.shapes import flops_per_token
 
-ROOT = pathlib.Path(__file__).parents[3]
 SAMPLE = [f"--config={ROOT / 'configs' / 'sample.py'}", "--step_time=0.06"]
 
 
@@ -34,7 +32,7 @@ def row(hours, percent, **fields):
 
 
 def test_the_small_losses_are_those_of_the_recorded_runs():
-  runs = list(csv.DictReader((ROOT / "docs" / "reproduced.csv").open()))
+  runs = read_csv(ROOT / "docs" / "reproduced.csv")
   # Runs with an accuracy trained on another text.
   runs = [r for r in runs if r["params"] == "141920" and not r["accuracy"]]
   runs = [r for r in runs if r["test_loss"]]

@@ -16,7 +16,6 @@ from fault_audit import closed_rounds
 from diloco.contrib.sites.group.records import unpack
 from diloco.interop.load import load
 
-ROOT = pathlib.Path(__file__).parents[3]
 LONG = 900  # Seconds after which a test gives up.
 # Otherwise a busy machine may be late for a round.
 IN_TIME = {"sites.least_grace_s": 20}
@@ -27,7 +26,7 @@ class Run:
 
   def __init__(self, folder: pathlib.Path, fields: dict):
     self.folder, self.group = folder, folder / "group"
-    self._flags = [f"--config={ROOT / 'tests' / 'process_config.py'}"]
+    self._flags = [f"--config={running.ROOT / 'tests' / 'process_config.py'}"]
     self._flags += [f"--config.{name}={value}" for name, value in fields.items()]
     self.processes: dict[int, subprocess.Popen] = {}
 
