@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -58,3 +59,13 @@ def python(*args: str | pathlib.Path, **more) -> subprocess.CompletedProcess[str
   """
   options = {"cwd": ROOT, "env": environment(), "text": True} | more
   return subprocess.run([sys.executable, *args], capture_output=True, **options)
+
+
+def wait(condition: Callable, *processes: subprocess.Popen, seconds: float = 900):
+  """Waits until a condition holds while processes run; returns what it returned."""
+  deadline = time.monotonic() + seconds
+  while not (found := condition()):
+    assert time.monotonic() < deadline, "it never happens"
+    assert all(process.poll() is None for process in processes), "a process has ended"
+    time.sleep(0.01)
+  return found

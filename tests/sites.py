@@ -214,14 +214,6 @@ def in_time(function):
   return future.result(LONG)
 
 
-def wait(condition) -> None:
-  """Waits until a condition holds."""
-  deadline = time.monotonic() + LONG
-  while not condition():
-    assert time.monotonic() < deadline, "it never happens"
-    time.sleep(0.01)
-
-
 def play(players: list[Player], rounds: range) -> None:
   """All players send each round, and receive it."""
   for number in rounds:

@@ -3,18 +3,16 @@
 import gc
 import json
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
-import time
 
 import jax
 import numpy as np
 import pytest
 import running
 import tiny_config
-from conftest import first_of
+from conftest import first_of, rewind
 
 from diloco import train
 from diloco.algorithm.method import Method
@@ -28,8 +26,6 @@ from diloco.log.log import Log, TrainingDiverged
 from diloco.processes.distributed import lock_workdir
 from diloco.processes.peers import Peers
 from diloco.session import Hook
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def losses(workdir):
@@ -83,7 +79,7 @@ def go_on(capsys):
 
 
 def start(workdir, *args, **more):
-  config = f"--config={ROOT / 'tests' / 'tiny_config.py'}"
+  config = f"--config={running.ROOT / 'tests' / 'tiny_config.py'}"
   words = ["-m", "diloco.main", config, f"--workdir={workdir}", *args]
   return running.start(*words, **more)
 
@@ -112,12 +108,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path, go_on):
   # In flight at the checkpoint of step 5: fragments sent at 4 (tau = 2: not yet
   # received), so the payloads come from the checkpoint.
   process = start(tmp_path)
-  deadline = time.time() + 120
-  while time.time() < deadline and process.poll() is None:
-    done = list((tmp_path / "checkpoints").glob("5/_CHECKPOINT_METADATA"))
-    if done:
-      break
-    time.sleep(0.01)
+  running.wait((tmp_path / "checkpoints/5/_CHECKPOINT_METADATA").exists, process)
   process.send_signal(signal.SIGKILL)
   process.wait()
   assert "Going on from the checkpoint of step 5" in go_on(tmp_path)
@@ -134,7 +125,8 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path, go_on):
 )
 def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, go_on, signum, status):
   process = start(tmp_path, "--config.checkpoint.every=0", stderr=subprocess.PIPE)
-  await_metrics(process, tmp_path)
+  lines = tmp_path / "metrics.jsonl"
+  running.wait(lambda: lines.exists() and lines.stat().st_size, process)
   process.send_signal(getattr(signal, signum))
   _, stderr = process.communicate(timeout=120)
   assert process.returncode == status, stderr
@@ -147,18 +139,10 @@ def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, go_on, signum, s
   assert losses(tmp_path) == losses(finished)
 
 
-def await_metrics(process, workdir):
-  """Waits until a run has written the metrics of a step."""
-  lines = workdir / "metrics.jsonl"
-  while process.poll() is None and not (lines.exists() and lines.stat().st_size):
-    time.sleep(0.01)
-
-
 @pytest.mark.integration("starts processes and stops them")
 def test_an_interrupt_before_the_first_step_is_one_line(tmp_path):
   process = start(tmp_path, stderr=subprocess.PIPE)
-  while process.poll() is None and not (tmp_path / ".lock").exists():
-    time.sleep(0.01)
+  running.wait((tmp_path / ".lock").exists, process)
   process.send_signal(signal.SIGINT)
   _, stderr = process.communicate(timeout=120)
   assert process.returncode == 130
@@ -206,8 +190,7 @@ def test_another_config_is_refused_with_the_difference(finished, tmp_path, go_on
 @pytest.mark.slow("starts a process")
 def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, go_on, monkeypatch):
   workdir = tmp_path / "copy"
-  shutil.copytree(finished, workdir)
-  shutil.rmtree(workdir / "checkpoints" / "12")
+  rewind(finished, workdir, 10)
   before = contents(workdir / "checkpoints")
   # Files end at 0.1 or 0.2 MB, as on a disk that others fill while the run saves. The
   # embedding alone has 0.26 MB. The store decides how much else it puts into a file.
@@ -236,8 +219,7 @@ def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, go_on, monkeypat
 )
 def test_a_run_resumes_with_its_outer_state_moved(finished, tmp_path, go_on, field):
   workdir = tmp_path / "copy"
-  shutil.copytree(finished, workdir)
-  shutil.rmtree(workdir / "checkpoints" / "12")
+  rewind(finished, workdir, 10)
   assert "Going on from the checkpoint of step 10" in go_on(workdir, **field)
   assert losses(workdir) == losses(finished)
   assert_same_end(workdir, finished)

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 
 import numpy as np
 import pytest
@@ -179,9 +178,7 @@ def test_the_command_goes_on_after_a_process_was_killed(tmp_path, victim, whole)
   flags += ["--workers=2", "--unit_mb=1"]
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
   process = running.start(*PREPARE, *flags, **pipes)
-  while not list(tmp_path.glob("broken/*-of-?????.npy")):
-    assert process.poll() is None
-    time.sleep(0.05)
+  running.wait(lambda: [*tmp_path.glob("broken/*-of-?????.npy")], process)
   workers = children(process.pid)
   assert len(workers) >= 2
   os.kill(process.pid if victim == "parent" else workers[-1], signal.SIGKILL)
@@ -189,10 +186,7 @@ def test_the_command_goes_on_after_a_process_was_killed(tmp_path, victim, whole)
   if victim == "worker" and process.returncode:  # It may have been the last unit.
     assert "start the same command again to continue" in errors
     assert "Traceback" not in errors
-  deadline = time.time() + 20
-  while any(pathlib.Path(f"/proc/{w}").exists() for w in workers):
-    assert time.time() < deadline
-    time.sleep(0.1)
+  running.wait(lambda: not any(os.path.exists(f"/proc/{w}") for w in workers))
   again = running.python(*PREPARE, *flags)
   assert again.returncode == 0, again.stderr
   assert "236 documents" in again.stdout

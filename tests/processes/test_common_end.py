@@ -102,11 +102,8 @@ def test_sigterm_ends_a_process_that_waits_for_a_suspended_one(tmp_path):
 
   processes = [start(0), start(1)]
   try:
-    while not (tmp_path / "metrics.jsonl").is_file() or not metrics.read(
-      tmp_path, "step"
-    ):
-      assert all(p.poll() is None for p in processes)
-      time.sleep(0.1)
+    path = tmp_path / metrics.FILE
+    running.wait(lambda: path.is_file() and metrics.read(tmp_path), *processes)
     processes[1].send_signal(signal.SIGSTOP)
     time.sleep(1)  # Process 0 comes to the collective that process 1 never reaches.
     processes[0].send_signal(signal.SIGTERM)

@@ -6,9 +6,9 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+import running
 
 from diloco.config import default_config
 from diloco.sweep import job
@@ -42,10 +42,8 @@ def test_a_trainer_that_is_killed_leaves_no_end(run):
   command = [sys.executable, "-m", "diloco.sweep.job", str(run)]
   started = subprocess.Popen(command)
   children = pathlib.Path(f"/proc/{started.pid}/task/{started.pid}/children")
-  while not (trainer := children.read_text().split()):
-    assert started.poll() is None
-    time.sleep(0.05)
-  os.kill(int(trainer[0]), signal.SIGKILL)
+  trainer, *_ = running.wait(lambda: children.read_text().split(), started)
+  os.kill(int(trainer), signal.SIGKILL)
   started.wait()
   assert not (run / "ended.json").exists()
 
@@ -63,9 +61,7 @@ def test_a_signal_to_a_job_or_to_all_processes_lets_the_trainer_save(run, send, 
   """
   command = [sys.executable, "-m", "diloco.sweep.job", str(run)]
   started = subprocess.Popen(command, start_new_session=True)
-  while not _handles_sigterm(started.pid):
-    assert started.poll() is None
-    time.sleep(0.05)
+  running.wait(lambda: _handles_sigterm(started.pid), started)
   send(started.pid, number)
   started.wait()
   ended = json.loads((run / "ended.json").read_text())
@@ -87,9 +83,7 @@ def test_a_job_is_asked_for_with_its_folder(tmp_path, capsys):
 def test_kill_ends_a_job_and_its_trainer(run):
   backend = Local(0, {})
   backend.start(run)
-  while not job.alive(run):
-    assert backend.running(run)
-    time.sleep(0.02)
+  running.wait(lambda: job.alive(run), backend._processes[run])
   backend.kill()
   assert not backend.running(run)  # Nobody holds the lock.
   assert not (run / "ended.json").exists()

@@ -6,6 +6,7 @@ import threading
 from concurrent import futures
 
 import pytest
+from running import wait
 from sites import (
   BEATS,
   Brisk,
@@ -15,7 +16,6 @@ from sites import (
   in_time,
   make_calendar,
   play,
-  wait,
 )
 
 from diloco.contrib.sites.group import journal, lease
