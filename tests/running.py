@@ -11,6 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
+# Slurm's srun: starts two tasks, and ends with the worst of their exit statuses.
+SRUN = """
+export SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_STEP_NUM_NODES=2
+status=0
+for task in 0 1; do
+  SLURM_PROCID=$task SLURM_LOCALID=0 "${@:2}" &
+  echo $! >> "$(dirname "$0")/tasks"
+done
+for task in $(jobs -p); do wait $task || status=$?; done
+exit $status
+"""
 
 
 def read_csv(path: pathlib.Path) -> list[dict[str, str]]:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import running
@@ -16,8 +15,7 @@ from threads import free_port
 
 from diloco.log import metrics
 
-ROOT = pathlib.Path(__file__).parents[2]
-LAUNCHERS = ROOT / "scripts" / "launchers"
+LAUNCHERS = running.ROOT / "scripts" / "launchers"
 # `gcloud compute tpus queued-resources`: a host is a folder, one or two for each slice.
 GCLOUD = """
 import os, pathlib, shutil, subprocess, sys
@@ -62,17 +60,6 @@ while bash "${@:2}"; do
   rm "$STAND_IN_CLOUD/requeue" 2>/dev/null || exit 0
 done
 exit 1
-"""
-# srun starts two tasks, and ends with the worst of their exit statuses.
-SRUN = """
-export SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_STEP_NUM_NODES=2
-status=0
-for task in 0 1; do
-  SLURM_PROCID=$task SLURM_LOCALID=0 "${@:2}" &
-  echo $! >> "$STAND_IN_CLOUD/tasks"
-done
-for task in $(jobs -p); do wait $task || status=$?; done
-exit $status
 """
 SCONTROL = """
 test "$*" = "requeue 7" && touch "$STAND_IN_CLOUD/requeue"
@@ -140,13 +127,6 @@ def cloud(tmp_path):
   launch("stop")
 
 
-def await_that(is_true, seconds: float = 900) -> None:
-  deadline = time.time() + seconds
-  while not is_true():
-    assert time.time() < deadline
-    time.sleep(0.2)
-
-
 def assert_whole(workdir: pathlib.Path) -> None:
   """Whether a run of 300 steps has all of them, and ended."""
   assert json.loads((workdir / "summary.json").read_text())["steps"] == 300
@@ -172,7 +152,7 @@ def test_two_slices_train_one_run(cloud, tmp_path):
   run += ["--config.train.steps=300"]
   must(*run)  # Ends, as the connection does, while the processes go on.
   path = workdir / metrics.FILE
-  await_that(lambda: path.is_file() and metrics.read(workdir, "step"))
+  running.wait(lambda: path.is_file() and metrics.read(workdir, "step"))
   refused = launch(*run)
   assert refused.returncode == 2
   assert refused.stderr.count("a run is there; stop it first.") == 2
@@ -180,7 +160,7 @@ def test_two_slices_train_one_run(cloud, tmp_path):
   [saved] = (int(p.name) for p in (workdir / "checkpoints").glob("[0-9]*"))
   assert 0 < saved < 300
   must(*run)
-  await_that((workdir / "summary.json").is_file)
+  running.wait((workdir / "summary.json").is_file)
   logs = [path.read_text() for path in hosts.glob("pod-*/pod.log")]
   assert f"Going on from the checkpoint of step {saved}." in "".join(logs)
   assert any(log.splitlines()[-1] in must("log") for log in logs)
@@ -189,18 +169,18 @@ def test_two_slices_train_one_run(cloud, tmp_path):
 
 @pytest.mark.integration("starts, stops and continues two processes")
 def test_a_slurm_job_goes_back_into_the_queue_until_the_run_is_done(tmp_path):
-  env = environment(tmp_path, sbatch=SBATCH, srun=SRUN, scontrol=SCONTROL)
-  hosts, workdir = tmp_path / "hosts", tmp_path / "run"
+  env = environment(tmp_path, sbatch=SBATCH, srun=running.SRUN, scontrol=SCONTROL)
+  workdir = tmp_path / "run"
   command = ["sbatch", "--nodes=2", LAUNCHERS / "slurm.sh", f"--workdir={workdir}"]
   command += ["--config=tests/process_config.py", "--config.train.steps=300"]
   said = tmp_path / "said.txt"
   with said.open("w") as out:
-    job = subprocess.Popen(command, env=env, cwd=ROOT, stdout=out, stderr=out)
+    job = subprocess.Popen(command, env=env, cwd=running.ROOT, stdout=out, stderr=out)
   path = workdir / metrics.FILE
   trains = lambda: path.is_file() and metrics.read(workdir, "step")
-  tasks = lambda: map(int, (hosts / "tasks").read_text().split())
+  tasks = lambda: map(int, (tmp_path / "tools" / "tasks").read_text().split())
   try:
-    await_that(lambda: trains() or job.poll() is not None)
+    running.wait(lambda: trains() or job.poll() is not None)
     for task in tasks():  # The time limit is near.
       os.kill(task, signal.SIGTERM)
     assert job.wait(timeout=900) == 0, said.read_text()
@@ -217,7 +197,7 @@ def test_a_slurm_job_goes_back_into_the_queue_until_the_run_is_done(tmp_path):
 
 @pytest.mark.integration("starts and stops a process")
 def test_the_recipe_for_a_machine_reached_by_ssh(tmp_path):
-  page = (ROOT / "docs" / "machines.md").read_text()
+  page = (running.ROOT / "docs" / "machines.md").read_text()
   recipe = page.partition("## A machine reached by ssh")[2].split("```")[1]
   look, stop, fetch = "ssh $HOST 'tail", "ssh $HOST 'kill", "rsync -a"
   for line, first in (

@@ -8,6 +8,7 @@ import time
 
 import conftest
 import pytest
+import running
 from threads import free_port
 
 from diloco.cli import sweep as cli
@@ -17,8 +18,6 @@ from diloco.sweep.load import load_sweep
 from diloco.sweep.runner import Driver
 from diloco.sweep.slurm import Slurm
 from diloco.sweep.table import read_rows
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def tiny(point):
@@ -40,20 +39,13 @@ def run_out(driver: Driver, seconds: float) -> list[dict]:
 # Numbers jobs by the lines of `queue`, and runs them if there is a file `jobs_run`.
 SBATCH = """#!/bin/bash
 for word in "$@"; do
-  [[ $word == --job-name=* ]] && echo "${{word#--job-name=}}" >> {folder}/queue
-  [[ $word == --output=* ]] && output="${{word#--output=}}"
+  [[ $word == --job-name=* ]] && echo "${word#--job-name=}" >> {folder}/queue
+  [[ $word == --output=* ]] && output="${word#--output=}"
 done
 [ -e {folder}/sbatch_fails ] && rm {folder}/sbatch_fails && exit 1
 while [[ $1 == --* ]]; do echo "$1" >> {folder}/options; shift; done
 [ -e {folder}/jobs_run ] && (SLURM_JOB_ID=7 bash "$@" > "$output" 2>&1 < /dev/null &)
 echo Submitted batch job 7
-"""
-SRUN = """#!/bin/bash
-export SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_STEP_NUM_NODES=2
-status=0
-for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=0 "${{@:2}}" & done
-for task in $(jobs -p); do wait $task || status=$?; done
-exit $status
 """
 SQUEUE = """#!/bin/sh
 [ -e {folder}/squeue_fails ] && echo slurm_load_jobs error >&2 && exit 1
@@ -66,8 +58,9 @@ def fake_slurm(tmp_path, monkeypatch):
   """A folder: queue has the jobs' names, state their state; jobs_run lets them run."""
   folder = tmp_path / "fake"
   folder.mkdir()
-  for name, text in {"sbatch": SBATCH, "squeue": SQUEUE, "srun": SRUN}.items():
-    (folder / name).write_text(text.format(folder=folder))
+  srun = f"#!/bin/bash{running.SRUN}"
+  for name, text in {"sbatch": SBATCH, "squeue": SQUEUE, "srun": srun}.items():
+    (folder / name).write_text(text.replace("{folder}", str(folder)))
     (folder / name).chmod(0o755)
   (folder / "queue").touch()
   (folder / "state").write_text("R")
@@ -89,7 +82,7 @@ def test_each_run_is_a_job_of_several_processes(tmp_path, fake_slurm, monkeypatc
   (fake_slurm / "jobs_run").touch()
   monkeypatch.setenv("JAX_COORDINATOR_PORT", str(free_port()))
   sweep = Sweep(tiny, [Grid("g", [{"lr": 0.001}, {"lr": 0.1, "tokenizer": "none"}])])
-  backend = Slurm(tmp_path, {"PYTHONPATH": str(ROOT)}, ["--nodes=2"])
+  backend = Slurm(tmp_path, {"PYTHONPATH": str(running.ROOT)}, ["--nodes=2"])
   rows = run_out(Driver(sweep, tmp_path, backend), seconds=900)
   assert [row["status"] for row in rows] == ["done", "failed"]
   assert "none" in rows[1]["error"]
@@ -207,7 +200,7 @@ def slurm_answers() -> bool:
 )
 def test_jobs_of_a_real_slurm_outlive_the_driver_and_lost_jobs_run_again(tmp_path):
   sweep = Sweep(tiny, [Grid("g", [{}], (Axis("lr", (0.001, 0.002)),))])
-  python_path = {"PYTHONPATH": str(ROOT)}
+  python_path = {"PYTHONPATH": str(running.ROOT)}
   make = lambda: Slurm(tmp_path, python_path, ["--time=20"])
   first = Driver(sweep, tmp_path, make(), parallel=2)
   first.step()  # Submits both and is never called again.
