@@ -26,6 +26,7 @@ import pytest
 from buckets import s3  # noqa: F401  # A fixture.
 
 from diloco import config as config_lib
+from diloco.log import metrics
 from diloco.spec import plugins
 
 # No test asserts a time: on a busy machine, an example of Hypothesis may take a second.
@@ -151,6 +152,13 @@ def rewind(run: pathlib.Path, copy: pathlib.Path, step: int) -> None:
   log = copy / "metrics.jsonl"
   lines = log.read_text().splitlines(keepends=True)
   log.write_text("".join(x for x in lines if json.loads(x)["step"] <= step))
+
+
+def records(run: pathlib.Path, kind: str) -> list[dict]:
+  """The records of a run, without what a clock has measured."""
+  left_out = {"kind", "time", "tokens_per_s", "waited_s"}
+  found = metrics.read(run, kind)
+  return [{k: v for k, v in record.items() if k not in left_out} for record in found]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import types
 import later_papers  # noqa: F401  Registers a method of each kind.
 import pytest
 import running
-from conftest import first_of, rewind
+from conftest import first_of, records, rewind
 from plugins import EXAMPLES  # Registers `signs`, `feedback`, `bigram` and `signed`.
 
 from diloco import __main__, train
@@ -126,12 +126,8 @@ def test_the_state_of_a_compressor_is_resumed_exactly(tiny, tmp_path, transport)
   train.train(tiny, tmp_path / "whole")
   rewind(tmp_path / "whole", tmp_path / "resumed", 5)
   summary = train.train(tiny, tmp_path / "resumed")
-  clock = ("time", "tokens_per_s", "waited_s")
   for kind in ("step", "send", "receive", "eval"):
-    whole, resumed = (
-      [{k: v for k, v in r.items() if k not in clock} for r in metrics.read(d, kind)]
-      for d in (tmp_path / "whole", tmp_path / "resumed")
-    )
+    whole, resumed = (records(tmp_path / d, kind) for d in ("whole", "resumed"))
     assert json.dumps(whole) == json.dumps(resumed)
   # Without the state, the same values are sent as with `quantize`.
   tiny.wire.compressor = "quantize"

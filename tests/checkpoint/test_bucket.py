@@ -1,7 +1,6 @@
 """Runs whose folder is in a bucket, against a server that answers over HTTP."""
 
 import logging
-import pathlib
 import signal
 import subprocess
 
@@ -12,7 +11,7 @@ import pytest
 import running
 import tensorstore
 import tiny_config
-from conftest import first_of
+from conftest import first_of, records
 
 from diloco import train
 from diloco.checkpoint import bucket as bucket_lib
@@ -22,14 +21,11 @@ from diloco.checkpoint.record import steps_of
 from diloco.cli import compare, evaluate, export, status
 from diloco.errors import ConfigError
 from diloco.interop import load
-from diloco.log import metrics
 from diloco.processes.peers import Peers
 from diloco.util import files, remote
 
 pytest.importorskip("moto.server")
 pytest.importorskip("obstore")
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +163,7 @@ def test_a_bucket_that_is_not_there_is_refused(server, tiny):
     train.train(tiny, "s3://nowhere/run")
 
 
-CONFIG = f"--config={ROOT / 'tests' / 'tiny_config.py'}"
+CONFIG = f"--config={running.ROOT / 'tests' / 'tiny_config.py'}"
 
 
 def start(address, *more):
@@ -204,19 +200,12 @@ def test_killed_and_resumed_bit_for_bit(server, tmp_path, capsys, moments):
 
   copy = remote.local_copy(address, "it")
   for kind in ("step", "send", "receive"):
-    assert numbers(copy, kind) == numbers(whole, kind)
+    assert records(copy, kind) == records(whole, kind)
   losses = [files.read_json(f / "summary.json")["eval_loss"] for f in (copy, whole)]
   assert losses[0] == losses[1]
   ours, theirs = load.load(address), load.load(whole)
   jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
   reads_it(address, whole, tmp_path, capsys)
-
-
-def numbers(folder, kind):
-  """The records of a run, without what a clock has measured."""
-  clock = {"time", "tokens_per_s"}
-  found = metrics.read(folder, kind)
-  return [{k: v for k, v in record.items() if k not in clock} for record in found]
 
 
 def reads_it(address, whole, tmp_path, capsys):

@@ -7,7 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from conftest import first_of, update
+from conftest import first_of, rewind, update
 
 from diloco import train
 from diloco.checkpoint import resume
@@ -60,10 +60,7 @@ def test_an_extended_run_resumes_exactly_with_fragments_in_flight(short, tmp_pat
   # Nothing is in flight after step 9. From step 11 on, one fragment arrives and one
   # leaves at every step.
   for step in (9, 11):
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    for later in range(step + 1, 17):
-      shutil.rmtree(tmp_path / "b" / "checkpoints" / str(later))
-    (tmp_path / "b" / "summary.json").unlink()
+    rewind(tmp_path / "a", tmp_path / "b", step)
     train.train(short, tmp_path / "b")
     assert_same_models(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "b")

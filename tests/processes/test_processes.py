@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -12,14 +11,13 @@ import time
 import numpy as np
 import pytest
 import running
+from conftest import records, rewind
 from threads import free_port
 
 from diloco.errors import ConfigError
-from diloco.log import metrics
 from diloco.processes import distributed as processes
 
-ROOT = pathlib.Path(__file__).parents[2]
-CONFIG = f"--config={ROOT / 'tests' / 'process_config.py'}"
+CONFIG = f"--config={running.ROOT / 'tests' / 'process_config.py'}"
 SAMPLE = "--config.log.sample_tokens=2"
 # These depend on fsdp: every shard sends the parameters that fsdp does not divide.
 BYTES = ("bytes", "bytes_sent", "peak_bytes")
@@ -67,15 +65,6 @@ def finish(process, timeout: float = 1200) -> str:
   return output
 
 
-def records(workdir, kind):
-  """All records of a kind, without the fields that depend on time."""
-  left_out = ("kind", "time", "tokens_per_s", "waited_s")
-  return [
-    {k: v for k, v in r.items() if k not in left_out}
-    for r in metrics.read(workdir, kind)
-  ]
-
-
 def assert_same_training(a, b, rtol: float, steps=ALL_STEPS, kinds=KINDS, but=()):
   """Compares the records of two runs at some steps, without the fields of `but`."""
   for kind in kinds:
@@ -94,14 +83,6 @@ def assert_same_losses_at_the_end(a, b):
     assert ours["eval_loss"][which] == pytest.approx(loss, rel=1e-5)
   for name in ("bytes_sent_per_replica", "peak_bytes_per_sync", "syncs"):
     assert ours[name] == theirs[name]
-
-
-def rewind(workdir, to):
-  """Copies a run as if it had stopped after its checkpoint of step 42."""
-  shutil.copytree(workdir, to)
-  shutil.rmtree(to / "checkpoints" / "60")
-  (to / "metrics.jsonl").unlink()
-  (to / "summary.json").unlink()
 
 
 def await_path(process, pattern: str, workdir: pathlib.Path) -> None:
@@ -160,7 +141,7 @@ def test_only_process_0_writes(two):
 @pytest.mark.slow("runs that go on elsewhere")
 @pytest.mark.parametrize(("n", "devices"), [(1, 4), (4, 1)])
 def test_a_run_of_two_processes_goes_on_elsewhere(launch, two, tmp_path, n, devices):
-  rewind(two[0], tmp_path / "run")
+  rewind(two[0], tmp_path / "run", 42)
   output = finish(launch(n, tmp_path / "run", "--config.mesh.fsdp=2", devices=devices))
   assert "Going on from the checkpoint of step 42" in output
   assert_same_training(tmp_path / "run", two[0], rtol=2e-4, steps=AFTER_42, but=BYTES)
@@ -251,9 +232,7 @@ def test_a_process_killed_during_an_exchange_ends_the_others(launch, tmp_path, k
 def test_a_signal_saves_one_step_on_all(launch, two, tmp_path, target, signum, said):
   run = launch(2, tmp_path, "--config.checkpoint.every=0")
   await_path(run, "metrics.jsonl", tmp_path)
-  while not (tmp_path / "metrics.jsonl").stat().st_size:
-    assert run.poll() is None
-    time.sleep(0.05)
+  running.wait(lambda: (tmp_path / "metrics.jsonl").stat().st_size, run)
   os.kill(run.pid if target == "launcher" else pid_of(run, 1), signum)
   output, _ = run.communicate(timeout=600)
   assert run.returncode == (130 if signum == signal.SIGINT else 0), output[-5000:]
@@ -325,4 +304,5 @@ def test_auto_finds_slurm(monkeypatch):
   "script", ["slurm.sh", "slurm_one_node.sh", "tpu_multislice.sh"]
 )
 def test_scripts_are_valid_shell(script):
-  subprocess.run(["bash", "-n", ROOT / "scripts" / "launchers" / script], check=True)
+  path = running.ROOT / "scripts" / "launchers" / script
+  subprocess.run(["bash", "-n", path], check=True)
