@@ -161,6 +161,12 @@ def records(run: pathlib.Path, kind: str) -> list[dict]:
   return [{k: v for k, v in record.items() if k not in left_out} for record in found]
 
 
+FEEDBACK = {
+  "plugins": ("error_feedback",),
+  "wire.compressor": "error_feedback(beta=1.0, of='quantize')",
+}
+
+
 @pytest.fixture
 def tiny() -> ml_collections.ConfigDict:
   """A fresh `tiny_config`."""

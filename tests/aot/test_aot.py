@@ -128,10 +128,7 @@ def test_offloaded_outer_state_is_counted_at_the_host(tiny):
   [
     {},
     {"algorithm": "diloco"},
-    {
-      "plugins": ("error_feedback",),
-      "wire.compressor": "error_feedback(beta=0.9, of='quantize')",
-    },
+    conftest.FEEDBACK,
     {"sparta.share": 0.01, "des_loc.second_every": 8},
     {"outer.offload": True},
   ],

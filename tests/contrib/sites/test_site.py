@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from conftest import update
+from conftest import FEEDBACK, update
 from process_config import get_config
 
 from diloco.algorithm.method import make_method
@@ -299,12 +299,6 @@ def test_a_missed_round_does_not_wait_for_a_later_one_that_is_in_flight():
   player.count(2)
   player.steps(sends[2] + 5 - player.t)
   assert player.received()[2:] == [(2, 2, 1)]
-
-
-FEEDBACK = {
-  "plugins": ("error_feedback",),
-  "wire.compressor": "error_feedback(beta=1.0, of='quantize')",
-}
 
 
 def test_error_feedback_takes_back_a_payload_that_counts_nowhere():

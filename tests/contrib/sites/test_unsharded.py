@@ -5,12 +5,9 @@ import pathlib
 
 import cpu_devices
 import pytest
+from conftest import FEEDBACK
 
 SCRIPT = pathlib.Path(__file__).with_name("unequal_devices.py")
-FEEDBACK = {
-  "plugins": ["error_feedback"],
-  "wire.compressor": "error_feedback(beta=1.0, of='quantize')",
-}
 FEW = [[(1, 1), (1, 4)], [(2, 2), (1, 1)]]
 MORE = [*FEW, [(2, 1), (2, 2)], [(1, 4), (2, 1)]]
 
