@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import numpy_attention
 
 from diloco.contrib.qwen3 import Qwen3
 from diloco.spec.fields import ModelConfig
@@ -25,12 +26,12 @@ def norm(x, scale, eps):
   return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
 
 
-def rotated(x_LxK, theta):
+def rotated(x_LxHxK, theta):
   """Rotates each pair (i, i + K / 2) as a complex number, position by position."""
-  half = x_LxK.shape[-1] // 2
-  pairs = x_LxK[:, :half] + 1j * x_LxK[:, half:]
-  angles = np.outer(np.arange(len(x_LxK)), theta ** (-np.arange(half) / half))
-  pairs = pairs * np.exp(1j * angles)
+  half = x_LxHxK.shape[-1] // 2
+  pairs = x_LxHxK[..., :half] + 1j * x_LxHxK[..., half:]
+  angles = np.outer(np.arange(len(x_LxHxK)), theta ** (-np.arange(half) / half))
+  pairs = pairs * np.exp(1j * angles)[:, None]
   return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
 
@@ -41,19 +42,14 @@ def numpy_qwen3(m, params, ids):
   for layer in range(m.num_layers):
     b = jax.tree.map(lambda a, i=layer: a[i], p["blocks"])
     h, att = norm(x, b["attention_norm"]["scale"], own.norm_eps), b["attention"]
-    parts = []
-    for head in range(m.num_heads):
-      group = head // (m.num_heads // own.kv_heads)
-      columns = lambda i: slice(i * own.head_dim, (i + 1) * own.head_dim)
-      q = norm(h @ att["q"][:, columns(head)], att["q_norm"]["scale"], own.norm_eps)
-      k = norm(h @ att["k"][:, columns(group)], att["k_norm"]["scale"], own.norm_eps)
-      scores = rotated(q, own.rope_theta) @ rotated(k, own.rope_theta).T
-      scores /= np.sqrt(own.head_dim)
-      scores[np.triu(np.ones((len(ids),) * 2, bool), 1)] = -np.inf
-      weights = np.exp(scores - scores.max(-1, keepdims=True))
-      weights /= weights.sum(-1, keepdims=True)
-      parts.append(weights @ (h @ att["v"][:, columns(group)]))
-    x = x + np.concatenate(parts, axis=-1) @ att["out"]
+    q, k, v = ((h @ att[n]).reshape(len(ids), -1, own.head_dim) for n in "qkv")
+    q, k = (
+      rotated(norm(x, att[f"{n}_norm"]["scale"], own.norm_eps), own.rope_theta)
+      for x, n in ((q, "q"), (k, "k"))
+    )
+    k, v = (np.repeat(x, m.num_heads // own.kv_heads, axis=1) for x in (k, v))
+    [y] = numpy_attention.attention(q, k, v)
+    x = x + y.reshape(len(ids), -1) @ att["out"]
     h = norm(x, b["ff_norm"]["scale"], own.norm_eps)
     gate = h @ b["ff"]["gate"]
     x = x + (gate / (1 + np.exp(-gate)) * (h @ b["ff"]["up"])) @ b["ff"]["down"]

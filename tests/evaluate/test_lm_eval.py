@@ -18,6 +18,7 @@ import conftest
 import jax
 import numpy as np
 import pytest
+from numpy_decoder import moved
 
 from diloco.cli import evaluate, export
 from diloco.config import resolve
@@ -140,10 +141,7 @@ def test_every_score_and_choice_is_that_of_the_harness(tiny, tmp_path):
   conftest.update(tiny, own)
   tiny.model.seq_len = 256
   c = resolve(tiny)
-  params = jax.tree.map(
-    lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
-    qwen3.init(c.model, jax.random.key(0)),
-  )
+  params = moved(qwen3.init(c.model, jax.random.key(0)))
   model = load.Model(c, 1, params, make_inference_mesh())
   folder, plain = tmp_path / "hf", tmp_path / "diloco"
   export.export(model, folder, "hf")

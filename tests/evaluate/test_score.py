@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy_decoder import numpy_decoder
+from numpy_decoder import moved, numpy_decoder
 from test_tasks import ITEMS, needs_items
 
 from diloco import train
@@ -40,11 +40,7 @@ def make_config(seq_len=64, **model):
 
 
 def make_params(c):
-  """Returns parameters whose predictions are far from uniform."""
-  params = decoder.init(c.model, jax.random.key(0))
-  return jax.tree.map(
-    lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params
-  )
+  return moved(decoder.init(c.model, jax.random.key(0)))
 
 
 def numpy_score(c, params, tokenizer, query, choice):
@@ -180,8 +176,6 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
   rows = [json.loads(line) for line in details.read_text().splitlines()]
   found = [(r["item"], len(r["scores"])) for r in rows]
   assert found == [(0, 4), (1, 2), (2, 3), (3, 5)]
-  assert evaluate.main([f"{tmp_path}", "--tasks=boolq"]) == 2
-  assert "is no task" in capsys.readouterr().err
   for more, message in (
     (["--tasks=,"], "--tasks is empty"),
     (["--heldout", "--items=3"], "--details and --items need --tasks, which is empty"),

@@ -6,19 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy_decoder import MODEL
+from numpy_decoder import MODEL, moved
 
 from diloco.model import decoder, sampling
 from diloco.spec import shapes
 
 
-def make_params(m=MODEL):
-  """Scales away from one and logits far apart, so that mistakes are seen."""
-  params = jax.jit(decoder.init, static_argnums=0)(m, jax.random.key(0))
-  return jax.tree.map(
-    lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype),
-    params,
-  )
+def make_params():
+  return moved(jax.jit(decoder.init, static_argnums=0)(MODEL, jax.random.key(0)))
 
 
 @functools.partial(jax.jit, static_argnames="m")

@@ -2,7 +2,6 @@
 
 import io
 import json
-import pathlib
 
 import conftest
 import jax
@@ -10,7 +9,9 @@ import numpy as np
 import pytest
 import sentencepiece
 from jax.sharding import Mesh
+from numpy_decoder import moved
 from numpy_qwen3 import MODEL
+from running import ROOT
 from safetensors import numpy as safetensors
 
 from diloco.cli import export
@@ -27,8 +28,6 @@ from diloco.model import sampling
 from diloco.spec.fields import DataConfig
 from diloco.spec.shapes import BOS_ID, UNK_ID
 
-ROOT = pathlib.Path(__file__).parents[3]
-
 
 def make_model(tiny, fields=()) -> load.Model:
   """A model that was not trained; norms away from one."""
@@ -37,10 +36,7 @@ def make_model(tiny, fields=()) -> load.Model:
   own |= {"model.vocab_size": 0, "model.seq_len": 64}
   conftest.update(tiny, own | dict(fields))
   c = resolve(tiny)
-  params = jax.tree.map(
-    lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape),
-    qwen3.init(c.model, jax.random.key(0)),
-  )
+  params = moved(qwen3.init(c.model, jax.random.key(0)), 0.1)
   mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("replica", "fsdp"))
   return load.Model(c, 7, params, mesh)
 
