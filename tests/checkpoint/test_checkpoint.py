@@ -9,40 +9,22 @@ import threading
 import time
 import types
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from bare_method import BareMethod
+from bare_method import open_checkpoints, state
 from threads import at_once, connected
 
-from diloco.algorithm.state import OuterState, TrainState
-from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import damage, resume
 from diloco.checkpoint.checkpoints import Record
 from diloco.config import changed, resolve
 from diloco.errors import ConfigError, TryAgain
-from diloco.mesh.devices import make_mesh
 from diloco.processes.peers import Peers
 
 
 @pytest.fixture
 def c(tiny):
   return resolve(tiny)
-
-
-NO_OUTER = OuterState((), (), (), {})
-SHAPE = (40, 30)  # Smaller arrays have no file of their own.
-
-
-def state(value: float) -> TrainState:
-  return TrainState(
-    {"w": jax.numpy.full(SHAPE, value)}, {"n": jax.numpy.int32(1)}, NO_OUTER
-  )
-
-
-def open_checkpoints(workdir, c, peers=None) -> checkpoint.Checkpoints:
-  return checkpoint.Checkpoints(workdir, c, BareMethod(state(0), make_mesh(c)), peers)
 
 
 def save(workdir, c, steps):
@@ -73,7 +55,7 @@ def test_an_unreadable_checkpoint_is_moved_and_saved_again(c, tmp_path, capsys, 
     checkpoints = open_checkpoints(tmp_path, c)
     restored = checkpoints.restore()
     assert (restored.step, restored.record.finished) == (10, False)
-    np.testing.assert_array_equal(restored.arrays.params["w"], np.full(SHAPE, 10.0))
+    np.testing.assert_array_equal(restored.arrays.params["w"], state(10).params["w"])
     assert checkpoints.latest == 10
     checkpoints.save(12, state(12), Record(c.to_dict()))
     checkpoints.wait()

@@ -7,23 +7,14 @@ import jax
 import numpy as np
 import pytest
 import wreck
-from bare_method import BareMethod
+from bare_method import open_checkpoints, state
 
-from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import damage
 from diloco.checkpoint.record import Record, steps_of
 from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.interop import load
-from diloco.mesh.devices import make_mesh
-
-
-def state(value: float) -> TrainState:
-  """A state whose first array has a file of its own, as larger arrays have."""
-  ramp = np.arange(1200, dtype=np.float32).reshape(40, 30) * value
-  params = {"w": jax.numpy.asarray(ramp), "b": jax.numpy.full(3, value, "bfloat16")}
-  return TrainState(params, {"n": jax.numpy.int32(value)}, OuterState((), (), (), {}))
 
 
 def bits(tree) -> list[bytes]:
@@ -33,10 +24,6 @@ def bits(tree) -> list[bytes]:
 @pytest.fixture
 def c(tiny):
   return resolve(tiny)
-
-
-def open_checkpoints(workdir, c) -> checkpoint.Checkpoints:
-  return checkpoint.Checkpoints(workdir, c, BareMethod(state(0), make_mesh(c)))
 
 
 @pytest.fixture
