@@ -6,11 +6,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
+from test_inner import resolve
 
 from diloco.algorithm import optimizers
 from diloco.algorithm.method import make_method
-from diloco.config import Config
-from diloco.config import resolve as resolve_config
 from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
 from diloco.interop import load
@@ -20,11 +19,6 @@ from diloco.train import train
 from diloco.util.command import load_module
 
 METHODS = load_module("methods", "get_config", "methods").METHODS
-
-
-def resolve(c, **fields) -> Config:
-  c.update_from_flattened_dict(fields)
-  return resolve_config(c)
 
 
 def test_schedule_warms_up_and_ends_at_five_per_cent(tiny):
@@ -205,18 +199,18 @@ def test_an_average_needs_one_float32_model(tiny, name):
   message = f"inner.optimizer is {name}, .* is streaming and .*; choose data_parallel"
   made = lambda c: make_method(c, make_mesh(c))
   with pytest.raises(ConfigError, match=message):
-    made(resolve_config(tiny))
+    made(resolve(tiny))
   tiny.algorithm = "data_parallel"
-  made(resolve_config(tiny))
+  made(resolve(tiny))
   tiny.model.param_dtype = "bfloat16"
   with pytest.raises(ConfigError, match="param_dtype bfloat16; choose"):
-    made(resolve_config(tiny))
+    made(resolve(tiny))
 
 
 @pytest.mark.integration("a whole run")
 def test_a_run_and_its_checkpoint_are_judged_by_the_average(tiny, tmp_path):
   tiny.algorithm, tiny.inner.optimizer = "data_parallel", "schedule_free_adamw"
-  losses = train(resolve_config(tiny), tmp_path)["eval_loss"]
+  losses = train(resolve(tiny), tmp_path)["eval_loss"]
   assert abs(losses["outer"] - losses["first"]) > 1e-3
   model = load.load(tmp_path)
   with jax.set_mesh(model.mesh):
