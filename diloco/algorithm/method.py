@@ -14,7 +14,7 @@ Steps are numbered from 1; t counts finished inner steps.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import jax
@@ -73,15 +73,14 @@ class Method:
     return TrainState(params_M, opt_state_M, self.sync.init(params_M))
 
   def abstract(
-    self, t: int = 0, fsdp: int | None = None, drained: bool = False
+    self, t: int = 0, fsdp: Mapping[int, int] = {}, drained: bool = False
   ) -> TrainState:
     """Describes shapes, dtypes and shardings of the state after step t.
 
     Computes nothing. Code that restores a checkpoint needs this description.
 
     Args:
-      fsdp: size of the fsdp axis when the payloads in flight were encoded; None: as in
-        this mesh.
+      fsdp: see `Streaming.abstract`.
       drained: whether nothing is in flight.
     """
     params_M, opt_state_M = abstract_inner(self.c, self.sync.mesh)

@@ -6,7 +6,7 @@ Without fragments, as in data-parallel, nothing is ever sent or merged.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, cast
 
 import jax
@@ -104,14 +104,14 @@ class Streaming:
     return _outer_state(parts, {}, own)
 
   def abstract(
-    self, params_M: PyTree, in_flight: Iterable[int] = (), fsdp: int | None = None
+    self, params_M: PyTree, in_flight: Iterable[int] = (), fsdp: Mapping[int, int] = {}
   ) -> OuterState:
     """Describes shapes, dtypes and shardings of an outer state; computes nothing.
 
     Args:
       params_M: parameters of all replicas, or their shapes.
       in_flight: fragments whose payloads the state holds.
-      fsdp: size of the fsdp axis that encoded these payloads; None: as in this mesh.
+      fsdp: {p: size of the fsdp axis that encoded it}; by default, as in this mesh.
     """
     parts, own = list[Parts](), list[dict[str, PyTree]]()
     for p, layers in enumerate(self.layers):
@@ -121,7 +121,7 @@ class Streaming:
       parts.append(sharding.structs(state, places))
       mine_at = _own_shardings(mine, state[0], self.replicas, self.mesh)
       own.append(sharding.structs(mine, mine_at))
-    payload = lambda p: cast(jax.Array, self.payload(p, fsdp))  # Only its shape.
+    payload = lambda p: cast(jax.Array, self.payload(p, fsdp.get(p)))  # A shape.
     return _outer_state(parts, {p: InFlight(payload(p)) for p in in_flight}, own)
 
   def step(

@@ -105,7 +105,8 @@ class Checkpoints:
     self._method.sync.place.settle()
     tree = tree_of(state)
     sums = checksums.compute(tree, self._peers)
-    record = dataclasses.replace(record, checksums=sums)
+    coded = [(p, x.payload.shape[1]) for p, x in state.outer.in_flight.items()]
+    record = dataclasses.replace(record, checksums=sums, in_flight=coded)
     late = self._saving
     try:
       self.wait()
@@ -174,8 +175,7 @@ class Checkpoints:
     return Stored(step, record, state)
 
   def _check_room(self) -> None:
-    shapes = self._method.abstract(0, self._method.sync.mesh.shape[FSDP], drained=True)
-    size = disk.needed(tree_of(shapes))
+    size = disk.needed(tree_of(self._method.abstract(drained=True)))
     disk.check_room(self._workdir, size, self._c.checkpoint, self._c.train.steps)
 
   def _like(self, step: int, record: Record) -> TrainState:
@@ -187,7 +187,10 @@ class Checkpoints:
     self._check(record, step)
     method = self._method.after_drain(record.drained)
     is_part = plugins.transport(record.config["overlap"]["transport"]).needs
-    return method.abstract(step, record.fsdp, drained=record.finished or bool(is_part))
+    # Records of earlier versions have one size for all payloads.
+    sizes = dict.fromkeys(method.sync.schedule.in_flight(step), record.fsdp)
+    fsdp = sizes | dict(record.in_flight)
+    return method.abstract(step, fsdp, drained=record.finished or bool(is_part))
 
   def _check(self, record: Record, step: int) -> str:
     texts = (record.contents, self._contents)

@@ -45,7 +45,9 @@ class Record:
     ledger: fields of a `Ledger`.
     spent: fields of a `Spent`.
     finished: whether training has ended and nothing is in flight.
-    fsdp: size of the fsdp axis that encoded the payloads in flight.
+    fsdp: size of the fsdp axis of the mesh.
+    in_flight: (p, size of the fsdp axis that encoded the payload) of each fragment in
+      flight; `Checkpoints.save` fills it in.
     drained: `Schedule.drained` of an extended run.
     contents: `diloco.data.contents` of the run; {} if the process read no text.
     mixtures: the sentences of `resume.mixture` at all resumes of the run so far.
@@ -58,6 +60,7 @@ class Record:
   spent: Json = dataclasses.field(default_factory=dict)
   finished: bool = False
   fsdp: int = 1
+  in_flight: list[tuple[int, int]] = dataclasses.field(default_factory=list)
   drained: int = 0
   contents: dict[str, str] = dataclasses.field(default_factory=dict)
   mixtures: list[str] = dataclasses.field(default_factory=list)

@@ -128,7 +128,7 @@ def _method(c: Config, mesh: Mesh) -> Method:
 
 def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
   """Describes the arrays of a checkpoint that contain the outer parameters."""
-  state = _method(c, mesh).abstract(fsdp=1, drained=True)
+  state = _method(c, mesh).abstract(drained=True)
   if c.make_fragments():
     return {"theta": list(state.outer.theta)}
   kept = {"opt_state": state.opt_state} if averages(state.opt_state) else {}

@@ -1,6 +1,7 @@
 """Checkpoints that cannot be read or belong to another config, in 1 or 2 processes."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import queue
@@ -15,8 +16,9 @@ import pytest
 from bare_method import open_checkpoints, state
 from threads import at_once, connected
 
+from diloco.algorithm.method import make_method
 from diloco.checkpoint import damage, resume
-from diloco.checkpoint.checkpoints import Record
+from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import changed, resolve
 from diloco.errors import ConfigError, TryAgain
 from diloco.processes.peers import Peers
@@ -89,6 +91,31 @@ def test_an_extended_run_knows_where_it_was_drained(c, tmp_path):
   assert (restored.drained, restored.finished) == (8, False)
   # The bytes of the end are not added to those of the new step 10.
   assert restored.ledger["latest"] == [0, 0]
+
+
+@pytest.mark.parametrize("of_earlier_version", [False, True])
+def test_payloads_keep_the_fsdp_that_encoded_them(
+  tiny, tmp_path, monkeypatch, of_earlier_version
+):
+  """Whatever the mesh has when they are saved."""
+  tiny.overlap.tau = 2
+  c = resolve(tiny)
+  method = make_method(c, make_mesh(c))
+  sent = sorted(method.sync.schedule.in_flight(5))
+  like = method.abstract(5, dict.fromkeys(sent if of_earlier_version else sent[:1], 2))
+  record = Record(c.to_dict(), fsdp=2 if of_earlier_version else 1)
+  if of_earlier_version:
+    to_json = Record.to_json
+    old = lambda record: to_json(dataclasses.replace(record, in_flight=[]))
+    monkeypatch.setattr(Record, "to_json", old)
+  with contextlib.closing(Checkpoints(tmp_path, c, method)) as checkpoints:
+    zeros = lambda x: jax.numpy.zeros(x.shape, x.dtype, device=x.sharding)
+    checkpoints.save(5, jax.tree.map(zeros, like), record)
+    checkpoints.wait()
+    found = checkpoints.restore().arrays.outer.in_flight
+  assert {p: found[p].payload.shape[1] for p in sent} == {
+    p: like.outer.in_flight[p].payload.shape[1] for p in sent
+  }
 
 
 def test_a_step_that_cannot_be_saved_is_an_error(c, tmp_path):
