@@ -7,7 +7,7 @@ damage that the file formats do not reveal.
 import errno
 import pathlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -20,6 +20,8 @@ from diloco.processes.peers import Peers, print_line
 from diloco.util import remote
 from diloco.util.orbax_errors import hush, reason_of
 from diloco.util.types import PyTree
+
+T = TypeVar("T")
 
 
 class Stored(NamedTuple):
@@ -118,10 +120,18 @@ def _read(
   workdir: pathlib.Path, step: int, like: Callable[[int, Record], PyTree]
 ) -> tuple[Stored | None, str | None]:
   """Reads a checkpoint; returns (checkpoint, None), or (None, reason) on failure."""
+  record, reason = _tried(lambda: read_record(workdir, step))
+  if not record:
+    return None, reason
+  wanted = like(step, record)  # An error here is no damage: the record is as saved.
+  arrays, reason = _tried(lambda: read_arrays(workdir, step, wanted))
+  return (None, reason) if reason else (Stored(step, record, arrays), None)
+
+
+def _tried(read: Callable[[], T]) -> tuple[T | None, str | None]:
+  """Returns (what `read` returns, None), or (None, reason) if files are damaged."""
   try:
-    record = read_record(workdir, step)
-    arrays = read_arrays(workdir, step, like(step, record))
-    return Stored(step, record, arrays), None
+    return read(), None
   except ConfigError:
     raise
   except Exception as error:  # Damaged files make Orbax raise any exception.

@@ -95,6 +95,11 @@ def test_too_little_memory_is_no_damage(saved, monkeypatch):
     damage.read_newest(saved, [12, 10], lambda *args: {}, "train again")
 
 
+def test_a_fault_in_the_code_is_no_damage(saved):
+  with pytest.raises(ZeroDivisionError):
+    damage.read_newest(saved, [12, 10], lambda step, _: 1 / (step - 12), "train again")
+
+
 def test_a_file_named_checkpoints_is_refused(c, tmp_path):
   (tmp_path / "checkpoints").write_text("")
   message = "where `checkpoints` is a file and not a folder; move it away or choose"
