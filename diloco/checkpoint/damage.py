@@ -6,6 +6,7 @@ damage that the file formats do not reveal.
 
 import errno
 import pathlib
+import zlib
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -56,7 +57,8 @@ def read_newest(
 
   Raises:
     ConfigError: all checkpoints are damaged, or some processes can read a checkpoint
-      and other processes cannot (if so, an older checkpoint would not help).
+      and others cannot, because these see other files of it (if so, an older checkpoint
+      would not help).
     Exception: the system reports an error that may pass (`errors.passing`), or memory
       is too small.
   """
@@ -75,13 +77,16 @@ def read_newest(
             f"The checkpoint of step {other} is damaged ({why}); took step {step}."
           )
         return found
-    elif len(unable) < peers.count:
+    elif (
+      len(unable) < peers.count
+      and len({*peers.all_gather(_files(folder_of(workdir) / str(step)))}) > 1
+    ):
       raise ConfigError(
         f"--workdir is {workdir}, whose checkpoint of step {step} process {unable[0]}"
         f" cannot read ({by_process[unable[0]]}) while others can; see that it is the"
         " same folder on all machines, and start again."
       )
-    damaged[step] = str(reason)
+    damaged[step] = reason or by_process[unable[0]]
     found = None  # Frees the arrays before the next checkpoint is read.
   s = "s" if len(steps) > 1 else ""
   raise ConfigError(
@@ -141,6 +146,13 @@ def _tried(read: Callable[[], T]) -> tuple[T | None, str | None]:
     if (cause := passing(error)) and cause.errno != errno.EIO:
       raise
     return None, reason_of(error)
+
+
+def _files(folder: pathlib.Path) -> int:
+  """Returns a digest of the names and sizes of a folder's files."""
+  paths = sorted(p for p in folder.rglob("*") if p.is_file())
+  sizes = [(str(p.relative_to(folder)), p.stat().st_size) for p in paths]
+  return zlib.crc32(repr(sizes).encode())
 
 
 def _changed(found: Stored, peers: Peers) -> str | None:

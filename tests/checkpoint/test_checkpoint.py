@@ -326,17 +326,27 @@ def test_two_processes_skip_what_one_reads_wrongly(c, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("part", ["read_arrays", "read_record"])
-def test_a_checkpoint_that_one_process_misses_ends_all(c, tmp_path, monkeypatch, part):
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_what_one_process_cannot_read_ends_all_if_it_sees_other_files(
+  c, tmp_path, monkeypatch, part, is_elsewhere
+):
+  """Damage of a part that only one process reads is damage, as any other."""
   save(tmp_path, c, [10, 12])
-  read = getattr(damage, part)
+  read, files = getattr(damage, part), damage._files
+  is_one = lambda: threading.current_thread().name == "process 1"
 
-  def fail_in_one(*args):
-    if threading.current_thread().name == "process 1":
+  def fail_in_one(workdir, step, *more):
+    if is_one() and step == 12:
       raise OSError("stale file handle\nmore")
-    return read(*args)
+    return read(workdir, step, *more)
 
+  seen = lambda folder: files(tmp_path if is_one() and is_elsewhere else folder)
   monkeypatch.setattr(damage, part, fail_in_one)
+  monkeypatch.setattr(damage, "_files", seen)
   found = restore_as_two(tmp_path, c)
+  if not is_elsewhere:
+    assert [x.step for x in found] == [10, 10]
+    return
   for error in found:
     assert isinstance(error, ConfigError)
     assert "step 12 process 1 cannot read (stale file handle) while" in str(error)
