@@ -28,7 +28,7 @@ from diloco.mesh import hardware
 from diloco.processes.peers import Peers
 from diloco.spec.schedule import reaches
 from diloco.spec.shapes import flops_per_token
-from diloco.util import files
+from diloco.util import files, remote
 from diloco.util.bar import make_bar
 from diloco.util.types import Json
 from diloco.wire.ledger import Ledger, all_reduced_bytes
@@ -253,8 +253,9 @@ class Log:
     for m, value in per_replica:
       if not (math.isfinite(value) or self.recovers(t)):
         saved = self._last_checkpoint()
-        if self.peers.index == 0:
-          files.write_json(self.workdir / DIVERGED, {"step": t, name: str(value)})
+        # Only the processes that hold replica m know: each may have to write.
+        files.write_json(self.workdir / DIVERGED, {"step": t, name: str(value)})
+        remote.put_back(self.workdir / DIVERGED)
         raise TrainingDiverged(
           f"the {name} of replica {m} is {value} at step {t}; last good checkpoint:"
           f" {'none' if saved is None else f'step {saved}'}, in"

@@ -9,10 +9,12 @@ import pytest
 from diloco.algorithm.inner import InnerMetrics
 from diloco.algorithm.state import Event
 from diloco.checkpoint.record import Record, Spent
+from diloco.checkpoint.resume import DIVERGED
 from diloco.config import resolve
 from diloco.log import metrics
 from diloco.log.log import Log, TrainingDiverged, _join
 from diloco.processes.peers import Peers
+from diloco.util import files, remote
 from diloco.wire.ledger import Ledger
 
 
@@ -145,7 +147,7 @@ def test_metrics_of_all_processes_are_joined_by_replica():
 
 
 @pytest.mark.parametrize("name", ["loss", "gradient norm", "outer gradient norm"])
-def test_a_metric_that_is_not_finite_stops_the_run(tiny, tmp_path, name):
+def test_a_metric_that_is_not_finite_stops_the_run(tiny, tmp_path, monkeypatch, name):
   recorder, bad = make_recorder(tiny, tmp_path), jnp.array([1, jnp.inf])
   good = InnerMetrics(*[jnp.ones(2)] * 3)
   recorder.launched(range(1, 2), [good], [])
@@ -153,10 +155,14 @@ def test_a_metric_that_is_not_finite_stops_the_run(tiny, tmp_path, name):
   sent = [] if field else [Event("send", 0, 2, 10, {"outer_grad_norm": bad})]
   second = good._replace(**{field: bad}) if field else good
   recorder.launched(range(2, 3), [second], sent)
+  recorder.peers, sent = Peers(1, 2), []  # Process 0 may not hold replica 1.
+  monkeypatch.setattr(remote, "put_back", sent.append)
   with pytest.raises(
     TrainingDiverged, match=f"the {name} of replica 1 is inf at step 2"
   ):
     recorder.flush()
+  assert sent == [tmp_path / DIVERGED]
+  assert files.read_json(tmp_path / DIVERGED) == {"step": 2, name: "inf"}
 
 
 def test_a_method_that_recovers_goes_on_until_the_step_that_it_says(tiny, tmp_path):
