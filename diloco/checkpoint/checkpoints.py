@@ -153,8 +153,8 @@ class Checkpoints:
     self._set_aside([s for s in steps if s > step])
     state = state_of(found.arrays, self._like(step, record))
     mixture = resume.mixture(record.contents, self._contents, step)
-    if mixture:
-      record = dataclasses.replace(record, mixtures=[*record.mixtures, mixture])
+    told = [x for x in (self._check(record, step), mixture) if x]
+    record = dataclasses.replace(record, mixtures=[*record.mixtures, *told])
     if self._peers.index == 0:
       fsdp = self._method.sync.mesh.shape[FSDP]
       resume.warn_of_other_shards(self._c, record.fsdp, fsdp)
@@ -164,7 +164,7 @@ class Checkpoints:
         print_line(f"This run finished before, at step {step}; {missing}")
       else:
         print_line(f"Going on from the checkpoint of step {step}.")
-      for sentence in filter(None, (self._check(record, step), mixture)):
+      for sentence in told:
         print_line(sentence)
     if record.finished and step < self._c.train.steps:
       # The end may have sent at a step number that a later step has again.
@@ -194,8 +194,8 @@ class Checkpoints:
 
   def _check(self, record: Record, step: int) -> str:
     texts = (record.contents, self._contents)
-    diverged = (self._workdir / resume.DIVERGED).is_file()
-    return resume.check(record.config, self._c, step, *texts, diverged)
+    diverged = (files.read_json(self._workdir / resume.DIVERGED) or {}).get("step", 0)
+    return resume.check(record.config, self._c, step, *texts, diverged > step)
 
   def _set_aside(self, unreadable: list[int]) -> None:
     """Moves unreadable checkpoints out of the folder that Orbax reads.

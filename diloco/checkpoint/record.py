@@ -50,7 +50,8 @@ class Record:
       flight; `Checkpoints.save` fills it in.
     drained: `Schedule.drained` of an extended run.
     contents: `diloco.data.contents` of the run; {} if the process read no text.
-    mixtures: the sentences of `resume.mixture` at all resumes of the run so far.
+    mixtures: the sentences of `resume.check` and `resume.mixture` at all resumes of the
+      run so far.
     checksums: {name: checksum} of the arrays; `Checkpoints.save` fills it in.
   """
 

@@ -37,7 +37,8 @@ _PATHS = {what: CHOSEN_BY[what] for what in ("data.tokenizer", "data.source")}
 # Fields that may change when a run is extended, that is, when train.steps grows.
 _EXTENSION = {"train.steps", "train.tokens", "inner.decay_steps"}
 
-# A run that diverges writes DIVERGED in its folder. Then the _RATES may be lowered.
+# A run that diverges writes DIVERGED in its folder. The _RATES may be lowered from then
+# on, until a checkpoint of that step or a later step is there.
 DIVERGED = "diverged.json"
 _RATES = ("inner.learning_rate", "outer.learning_rate")
 
@@ -74,7 +75,7 @@ def check(
     step: step of the checkpoint.
     read, reads: `diloco.data.contents` of the checkpoint and of this process. If both
       have a digest, the digests are compared instead of the paths.
-    diverged: whether the run diverged.
+    diverged: whether the run diverged after this step.
 
   Returns:
     A sentence that says how an extension or a lower rate changes the run; else "".

@@ -22,6 +22,7 @@ from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import changed, resolve
 from diloco.errors import ConfigError, TryAgain
 from diloco.processes.peers import Peers
+from diloco.util import files
 
 
 @pytest.fixture
@@ -116,6 +117,18 @@ def test_payloads_keep_the_fsdp_that_encoded_them(
   assert {p: found[p].payload.shape[1] for p in sent} == {
     p: like.outer.in_flight[p].payload.shape[1] for p in sent
   }
+
+
+def test_a_lower_rate_is_noted_and_allowed_before_the_step_that_diverged(c, tmp_path):
+  save(tmp_path, c, [10])
+  lower = changed(c, {"outer.learning_rate": 0.1})
+  files.write_json(tmp_path / resume.DIVERGED, {"step": 11})
+  with contextlib.closing(open_checkpoints(tmp_path, lower)) as checkpoints:
+    said = "The run diverged; it goes on with outer.learning_rate: 0.4 -> 0.1."
+    assert checkpoints.restore().record.mixtures == [said]
+    files.write_json(tmp_path / resume.DIVERGED, {"step": 10})  # It was overcome.
+    with pytest.raises(ConfigError, match="made with another config"):
+      checkpoints.restore()
 
 
 def test_a_step_that_cannot_be_saved_is_an_error(c, tmp_path):
