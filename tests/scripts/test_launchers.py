@@ -14,6 +14,7 @@ import running
 from threads import free_port
 
 from diloco.log import metrics
+from diloco.util import remote
 
 LAUNCHERS = running.ROOT / "scripts" / "launchers"
 # `gcloud compute tpus queued-resources`: a host is a folder, one or two for each slice.
@@ -193,6 +194,25 @@ def test_a_slurm_job_goes_back_into_the_queue_until_the_run_is_done(tmp_path):
   assert len([*tasks()]) == 4
   assert "Going on from the checkpoint of step" in said.read_text()
   assert_whole(workdir)
+
+
+@pytest.mark.parametrize("workdir", ["~/run", "s3://bucket/run"])
+def test_a_slurm_job_knows_wherever_the_run_is_that_it_is_done(
+  s3, tmp_path, monkeypatch, workdir
+):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  monkeypatch.setenv("SLURM_JOB_ID", "7")
+  env = environment(tmp_path, srun="", scontrol=SCONTROL)
+  job = ["bash", LAUNCHERS / "slurm.sh", f"--workdir={workdir}"]
+  queued = tmp_path / "hosts" / "requeue"
+  subprocess.run(job, env=env, cwd=ROOT, check=True)
+  queued.unlink()
+  summary = remote.local_copy(workdir, "it") / "summary.json"
+  summary.parent.mkdir(exist_ok=True)
+  summary.write_text("{}")
+  remote.put_back(summary)
+  subprocess.run(job, env=env, cwd=ROOT, check=True)
+  assert not queued.exists()
 
 
 @pytest.mark.integration("starts and stops a process")
