@@ -53,7 +53,8 @@ class BucketManager:
     self._token = peers.broadcast(secrets.token_hex(8))  # Id of this start of the run.
     if peers.index == 0:
       self._mirror = remote.Mirror(workdir, bucket)
-      self._delete_old(last=sys.maxsize)  # No process writes before `reload` returns.
+      # No process writes before `reload` returns. The newest checkpoint may be damaged.
+      self._delete_old(last=sys.maxsize, keep=sys.maxsize)
       print(f"The log is in {workdir} until a checkpoint copies it.", file=sys.stderr)
     self.reload()
 
@@ -120,17 +121,18 @@ class BucketManager:
       time.sleep(self._bucket.poll_s)
     self._mirror.push()  # The log goes first: a resumed run needs it.
     self._bucket.put(f"{FOLDER}/{step}.json", json.dumps(record).encode())
-    self._delete_old(last=step)
+    self._delete_old(last=step, keep=self._keep)
 
-  def _delete_old(self, last: int) -> None:
+  def _delete_old(self, last: int, keep: int) -> None:
     """Deletes all but the newest checkpoints, and unfinished folders of killed runs.
 
     Args:
+      keep: number of checkpoints to keep.
       last: folders of later steps stay, because other processes may be writing them.
     """
     steps = steps_of(self._workdir)
-    kept = {str(step) for step in steps[: self._keep]}
-    for step in steps[self._keep :]:
+    kept = {str(step) for step in steps[:keep]}
+    for step in steps[keep:]:
       self._bucket.delete(f"{FOLDER}/{step}.json")
     folders = [x for x in self._bucket.children(FOLDER)[1] if x.isdigit()]
     for folder in {x for x in folders if int(x) <= last} - kept:

@@ -144,6 +144,19 @@ def test_what_another_process_writes_already_stays_until_the_next_start(address)
   assert bucket.get(ahead) is None
 
 
+def test_a_lower_keep_deletes_only_when_a_newer_checkpoint_is_whole(address):
+  saver, folder = manager(address, keep=2)
+  for step in (1, 2):
+    saver.save(step, args(arrays()))
+    saver.wait_until_finished()
+  again, _ = manager(address, keep=1)
+  assert steps_of(folder) == [2, 1]  # Step 2 may turn out to be damaged.
+  again.save(3, args(arrays()))
+  again.wait_until_finished()
+  assert steps_of(folder) == [3]
+  assert not remote.bucket_of(folder).names("checkpoints/1")
+
+
 def test_the_run_that_starts_last_has_the_folder(address):
   first, _ = manager(address)
   manager(address)
