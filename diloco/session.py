@@ -409,8 +409,7 @@ def open_runs(
     method = part.method(whole, batches[c.seed], stop) if part else whole
     for run in runs:
       check_own(run.workdir)
-      if not remote.address_of(run.workdir):  # Each process has its copy of the bucket.
-        make_shared(run.workdir, run.peers)
+      make_shared(run.workdir, run.peers)
       stack.enter_context(lock_workdir(run.workdir, run.peers))
     peers.print_line(f"attention: {attention.choose(c.model, kind)}")
     stack.callback(lambda: method.close("ended"))  # `method` may be replaced below.

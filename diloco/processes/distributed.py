@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import jax
 
 from diloco.errors import ConfigError
+from diloco.processes.agree import check_same
 from diloco.processes.peers import Peers, process_names
 from diloco.processes.streams import listened, reached
-from diloco.util import files
+from diloco.util import files, remote
 from diloco.util.command import free_port
 
 # After so many seconds without a sign of life from a process, JAX itself aborts the
@@ -123,11 +124,15 @@ def check_all_meet(peers: Peers) -> None:
 
 
 def make_shared(folder: pathlib.Path, peers: Peers) -> None:
-  """Makes a folder that all processes write to.
+  """Makes a folder that all processes write to, unless it is the copy of a bucket.
 
   Raises:
-    ConfigError: some processes see another folder under this path.
+    ConfigError: some processes see another folder under this path, or another bucket.
   """
+  address = remote.address_of(folder) or "no bucket"
+  check_same(peers, {"the address of --workdir": address}, "give all the same")
+  if remote.address_of(folder):
+    return  # Each process has its own copy.
   folder.mkdir(parents=True, exist_ok=True)
   with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as own:
     name = peers.broadcast(pathlib.Path(own.name).name)

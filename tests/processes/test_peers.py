@@ -22,6 +22,7 @@ from diloco.processes import distributed as processes
 from diloco.processes import peers as peers_lib
 from diloco.processes import streams
 from diloco.processes.peers import Peers, ProcessLost
+from diloco.util import files
 
 
 @pytest.fixture
@@ -348,12 +349,17 @@ def test_a_folder_that_not_all_processes_share_is_refused(tmp_path):
   at_once(lambda i: processes.make_shared(tmp_path / "run", peers[i]), range(2))
   assert list(tmp_path.glob("run/*")) == []
 
-  def make(i):
-    try:
-      processes.make_shared(tmp_path / str(i), peers[i])
-    except ConfigError as error:
-      return str(error)
+  def refusals(folder):
+    def make(i):
+      try:
+        processes.make_shared(folder / str(i), peers[i])
+      except ConfigError as error:
+        return str(error)
 
-  for error in at_once(make, range(2)).values():
+    return at_once(make, range(2)).values()
+
+  for error in refusals(tmp_path):
     assert "which process 1 of 2 does not share with process 0; put it" in error
+  for error in refusals(files.COPIES / "s3"):  # Each could write to its own bucket.
+    assert "the address of --workdir is s3://1, not s3://0; give all the same" in error
   close(peers)
