@@ -10,6 +10,7 @@ import threading
 import time
 import types
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -21,6 +22,7 @@ from diloco.checkpoint import damage, resume
 from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import changed, resolve
 from diloco.errors import ConfigError, TryAgain
+from diloco.mesh.devices import make_mesh
 from diloco.processes.peers import Peers
 from diloco.util import files
 

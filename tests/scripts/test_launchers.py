@@ -205,13 +205,13 @@ def test_a_slurm_job_knows_wherever_the_run_is_that_it_is_done(
   env = environment(tmp_path, srun="", scontrol=SCONTROL)
   job = ["bash", LAUNCHERS / "slurm.sh", f"--workdir={workdir}"]
   queued = tmp_path / "hosts" / "requeue"
-  subprocess.run(job, env=env, cwd=ROOT, check=True)
+  subprocess.run(job, env=env, cwd=running.ROOT, check=True)
   queued.unlink()
   summary = remote.local_copy(workdir, "it") / "summary.json"
   summary.parent.mkdir(exist_ok=True)
   summary.write_text("{}")
   remote.put_back(summary)
-  subprocess.run(job, env=env, cwd=ROOT, check=True)
+  subprocess.run(job, env=env, cwd=running.ROOT, check=True)
   assert not queued.exists()
 
 
