@@ -51,7 +51,8 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
   A trainer that was asked to stop has not failed: the driver resumes its run. If a
   trainer was killed, perhaps because memory ran out, there is no ended.json: the driver
   resumes the run a few times. A `launch` with exit status 1 leaves no ended.json
-  either, because a machine or a connection may have been lost.
+  either, because a machine or a connection may have been lost. Nor does a `launch` that
+  ends unasked with status 0 and without a summary.json: perhaps it trains nothing.
 
   Args:
     launch: a command that trains one run and ends when the run ends. Its {flags} become
@@ -117,6 +118,8 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
       code = trainer.wait()
       if workdir:
         fetch(runs[0], workdir)
+      done = (runs[0] / RESULTS[-1]).exists()
+      stopped = not launch or asked_to_stop or done
       mistake = code in MISTAKES if launch else code > 0 or -code in CRASHES
       written = [_since(log.name, start) for log, start in zip(logs, starts)]
       for run, lines in zip(runs, written):
@@ -124,7 +127,7 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
         if own or mistake:
           error = own[-1] if own else _error(logs[0].name, written[0], code)
           table.note_end(run, failed=True, error=error)
-        elif -code in (0, *STOPS):
+        elif -code in STOPS or (code == 0 and stopped):
           table.note_end(run, failed=False)
   return code
 

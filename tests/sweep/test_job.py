@@ -48,6 +48,16 @@ def test_a_trainer_that_is_killed_leaves_no_end(run):
   assert not (run / "ended.json").exists()
 
 
+@pytest.mark.parametrize("ends", ["true", "false"])
+def test_a_launch_that_trains_nothing_has_vanished(run, ends):
+  """Otherwise a sweep would start it again for ever."""
+  job.run(str(run), launch=ends)
+  assert not (run / "ended.json").exists()
+  (run / "summary.json").touch()
+  job.run(str(run), launch=ends)
+  assert (run / "ended.json").exists() == (ends == "true")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
   ("send", "number"),
