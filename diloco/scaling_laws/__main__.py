@@ -69,7 +69,8 @@ def make_parser() -> Parser:
   add("--method", choices=predict.METHODS, help=text)
   add("--algorithm", choices=("data_parallel", "diloco", "streaming"), default="diloco")
   add("--overtrain", type=float, default=1.0, help="multiplies the token budget")
-  add("--seq_len", type=int, default=paper.SEQ_LEN, help="tokens per sequence")
+  text = "tokens per sequence; default: that of the runs behind the laws"
+  add("--seq_len", type=int, help=text)
   add("--fsdp", type=int, default=1, help="devices in one replica")
   text = "tokens per step; default: by the law of the batch"
   add("--batch_tokens", type=in_range(1.0), default=0.0, help=text)

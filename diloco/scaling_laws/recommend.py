@@ -73,7 +73,7 @@ def recommend(
   method: str = "joint",
   algorithm: str = "diloco",
   overtrain: float = 1.0,
-  seq_len: int = paper.SEQ_LEN,
+  seq_len: int | None = None,
   fsdp: int = 1,
   tokens: float = 0.0,
   batch_tokens: float = 0.0,
@@ -89,7 +89,8 @@ def recommend(
     algorithm: data_parallel, diloco or streaming. The paper's laws of DiLoCo also serve
       streaming.
     overtrain: multiplies the budget.
-    seq_len: tokens per sequence.
+    seq_len: tokens per sequence; None: that of your own runs if `laws` has it, else
+      the paper's 2,048.
     fsdp: devices inside a replica; they must divide the sequences of the replica.
     tokens: budget; 0: N times the tokens per parameter of your own runs if `laws` has
       them, else 20 N.
@@ -99,14 +100,16 @@ def recommend(
   Raises:
     ValueError: a number is not positive, or there is no law for this M.
   """
-  given = {"params": params, "replicas": replicas, "overtrain": overtrain}
-  for name, value in (given | {"seq_len": seq_len, "fsdp": fsdp}).items():
-    if not 0 < value <= 1e30:
-      raise ValueError(f"{name} is {value}; give a positive number up to 1e30.")
   plain = algorithm == "data_parallel"
   name, source, own = predict.law_name(algorithm, replicas, method), "diloco", None
   if laws is not None:
     source, own = predict.own_laws(laws, name, algorithm)
+  of_runs = own.seq_len if own else paper.SEQ_LEN
+  seq_len = (of_runs or paper.SEQ_LEN) if seq_len is None else seq_len
+  given = {"params": params, "replicas": replicas, "overtrain": overtrain}
+  for field, value in (given | {"seq_len": seq_len, "fsdp": fsdp}).items():
+    if not 0 < value <= 1e30:
+      raise ValueError(f"{field} is {value}; give a positive number up to 1e30.")
   rate = _law_of("learning_rate", "inner_lr", name, own)
   by_law = batch_tokens
   if not batch_tokens or own is None or own.batch:
@@ -127,6 +130,11 @@ def recommend(
   notes = _notes(params, 1 if plain else replicas, own)
   if not plain and not source.startswith(algorithm):
     notes.insert(0, f"no run of {algorithm} was fitted: the laws are of {source}.")
+  if of_runs and seq_len != of_runs:
+    notes.append(
+      f"the laws are of runs with sequences of {of_runs:,} tokens, and loss and rate may"
+      f" differ for {seq_len:,}: sweep them."
+    )
   rounds = steps // _H
   if own is None and not plain and params < _SMALLEST and rounds < _FEW_ROUNDS:
     notes.append(

@@ -24,6 +24,7 @@ class Laws:
     outer_rates: {M: best outer rate at the largest N with a sweep of the outer rate}.
       Without such a sweep, the largest N counts. An M without known outer rates is left
       out.
+    seq_len: tokens per sequence; None if unknown.
     problems: sentences about the cells, and about quantities without a law.
   """
 
@@ -34,6 +35,7 @@ class Laws:
   replicas: tuple[int, ...]
   tokens_per_param: tuple[float, float] | None
   outer_rates: dict[int, float]
+  seq_len: int | None = None
   problems: tuple[str, ...] = ()
 
 
@@ -123,6 +125,7 @@ def _laws(
   outer = cells[cells["outer_learning_rate"] > 0]
   outer = outer.assign(swept=["outer_learning_rate" in s for s in outer["swept"]])
   outer = outer.sort_values(["swept", "params"])
+  lengths = pd.to_numeric(cells.get("seq_len", pd.Series()), errors="coerce").dropna()
   return Laws(
     loss,
     fit_swept("learning_rate"),
@@ -131,5 +134,6 @@ def _laws(
     tuple(replicas),
     (least, most) if least else None,
     dict(zip(outer["replicas"], outer["outer_learning_rate"])),
+    int(lengths.iloc[0]) if len(lengths) else None,
     tuple(problems),
   )

@@ -148,7 +148,7 @@ def own_runs():
 
 
 def ask(capsys, *arguments) -> dict:
-  flags = "--algorithm=streaming", *arguments, "--seq_len=64", "--json"
+  flags = "--algorithm=streaming", "--seq_len=64", *arguments, "--json"
   assert main(["recommend", *flags]) == 0
   return json.loads(capsys.readouterr().out)
 
@@ -175,8 +175,18 @@ def test_laws_of_your_own_runs_replace_the_papers_laws(tmp_path, capsys, own_run
   assert answer["outer_source"].endswith("M=2")
 
 
+def test_the_sequences_are_as_long_as_those_of_your_own_runs(tmp_path, own_runs):
+  table = runs.read(write(tmp_path / "runs.csv", own_runs.assign(seq_len=64)))
+  laws, _ = results.fit_runs(table)
+  same = lib.recommend(4e6, 2, algorithm="streaming", laws=laws)
+  longer = lib.recommend(4e6, 2, algorithm="streaming", seq_len=128, laws=laws)
+  assert (same.seq_len, same.notes, longer.seq_len) == (64, (), 128)
+  assert "of runs with sequences of 64 tokens, and loss and rate may" in longer.notes[0]
+  assert "sequences of 2,048 tokens" in lib.recommend(4e9, seq_len=512).notes[0]
+
+
 def test_a_note_names_the_algorithm_whose_laws_are_used(tmp_path, capsys, own_runs):
-  answer = ask(capsys, "--params=4e9")
+  answer = ask(capsys, "--params=4e9", "--seq_len=2048")
   assert answer["notes"] == ["no run of streaming was fitted: the laws are of diloco."]
   assert answer["loss_measured"] is None
   assert answer["dp_loss_measured"] == 2.224
