@@ -111,8 +111,9 @@ def recommend(
     if not 0 < value <= 1e30:
       raise ValueError(f"{field} is {value}; give a positive number up to 1e30.")
   rate = _law_of("learning_rate", "inner_lr", name, own)
-  by_law = batch_tokens
-  if not batch_tokens or own is None or own.batch:
+  if batch_tokens and own and not own.batch:
+    by_law = own.one_batch or batch_tokens
+  else:
     by_law = _law_of("batch", "batch_size", name, own)(params, replicas)
   batch_tokens = batch_tokens or by_law
   # Geometric mean of the least and the greatest D / N of your runs, or the paper's 20.
@@ -132,8 +133,8 @@ def recommend(
     notes.insert(0, f"no run of {algorithm} was fitted: the laws are of {source}.")
   if of_runs and seq_len != of_runs:
     notes.append(
-      f"the laws are of runs with sequences of {of_runs:,} tokens, and loss and rate may"
-      f" differ for {seq_len:,}: sweep them."
+      f"the laws are of runs with sequences of {of_runs:,} tokens, and loss and rate"
+      f" may differ for {seq_len:,}: sweep them."
     )
   rounds = steps // _H
   if own is None and not plain and params < _SMALLEST and rounds < _FEW_ROUNDS:
@@ -144,8 +145,8 @@ def recommend(
     )
   if not 0.6 < batch_tokens / by_law < 1.7:
     notes.append(
-      f"rate and loss are those of the law's batch, {by_law:,.0f} tokens, and do not"
-      f" hold for {batch_tokens:,.0f}."
+      f"rate and loss are those of the {'law' if not own or own.batch else 'run'}s'"
+      f" batch, {by_law:,.0f} tokens, and do not hold for {batch_tokens:,.0f}."
     )
   ratio = sequences * seq_len / batch_tokens
   if not 0.6 < ratio < 1.7:

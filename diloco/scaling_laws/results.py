@@ -25,6 +25,7 @@ class Laws:
       Without such a sweep, the largest N counts. An M without known outer rates is left
       out.
     seq_len: tokens per sequence; None if unknown.
+    one_batch: the batch that all cells share; None if they differ.
     problems: sentences about the cells, and about quantities without a law.
   """
 
@@ -36,6 +37,7 @@ class Laws:
   tokens_per_param: tuple[float, float] | None
   outer_rates: dict[int, float]
   seq_len: int | None = None
+  one_batch: float | None = None
   problems: tuple[str, ...] = ()
 
 
@@ -135,5 +137,6 @@ def _laws(
     (least, most) if least else None,
     dict(zip(outer["replicas"], outer["outer_learning_rate"])),
     int(lengths.iloc[0]) if len(lengths) else None,
+    cells["batch"].iloc[0] if cells["batch"].nunique() == 1 else None,
     tuple(problems),
   )

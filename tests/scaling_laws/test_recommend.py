@@ -29,7 +29,7 @@ def test_the_joint_method_takes_the_laws_of_table_10():
   assert found.notes == ()
   near, far = (lib.recommend(4e9, 2, batch_tokens=x * batch) for x in (1.2, 4))
   assert near.notes == ()
-  assert "those of the law's batch, 592,193 tokens, and do not hold" in far.notes[0]
+  assert "those of the laws' batch, 592,193 tokens, and do not hold" in far.notes[0]
 
 
 def test_the_independent_method_takes_the_laws_of_tables_8_and_9():
@@ -243,7 +243,9 @@ def test_a_recommendation_needs_a_law_of_the_batch(tmp_path, capsys, own_runs):
   said = "no law of the batch for joint: sweep three values of batch or more at two"
   assert said in capsys.readouterr().err
   answer = ask(capsys, "--params=4e6", f"--results={path}", "--batch_tokens=4096")
-  assert answer["batch_tokens"] == 4096
+  assert (answer["batch_tokens"], answer["notes"]) == (4096, [])
+  answer = ask(capsys, "--params=4e6", f"--results={path}", "--batch_tokens=9999")
+  assert "those of the runs' batch, 4,096 tokens, and do not hold" in answer["notes"][0]
   write(path, table.query("replicas == 2"))
   answer = ask(capsys, "--params=4e6", f"--results={path}", "--batch_tokens=4096")
   assert answer["method"] == "independent"
