@@ -158,7 +158,11 @@ def recommend(args: argparse.Namespace) -> Json:
     table = runs.read(args.results, parse_options(args.where, place="--where"))
     laws, _ = results.fit_runs(table, strict=not args.any)
   n, m = parse_count(args.params, "--params"), args.replicas
-  joint = laws is None or any(name.endswith("joint") for name in laws)
+  # Joint laws of another algorithm serve only if this algorithm has no law for M.
+  names = [*(laws or ["joint"])]
+  if f"{args.algorithm}_M{m}" in names:
+    names = [name for name in names if name.startswith(args.algorithm)]
+  joint = any(name.endswith("joint") for name in names)
   method = args.method or ("joint" if joint else "independent")
   recommended = recommend_lib.recommend(
     n,

@@ -130,7 +130,7 @@ def recommend(
   outer, outer_source = (0.0, "") if plain else _outer(replicas, own)
   notes = _notes(params, 1 if plain else replicas, own)
   if not plain and not source.startswith(algorithm):
-    notes.insert(0, f"no run of {algorithm} was fitted: the laws are of {source}.")
+    notes.insert(0, f"the laws are of {source}, as {algorithm} has no such law.")
   if of_runs and seq_len != of_runs:
     notes.append(
       f"the laws are of runs with sequences of {of_runs:,} tokens, and loss and rate"

@@ -187,13 +187,18 @@ def test_the_sequences_are_as_long_as_those_of_your_own_runs(tmp_path, own_runs)
 
 def test_a_note_names_the_algorithm_whose_laws_are_used(tmp_path, capsys, own_runs):
   answer = ask(capsys, "--params=4e9", "--seq_len=2048")
-  assert answer["notes"] == ["no run of streaming was fitted: the laws are of diloco."]
+  [note] = answer["notes"]
+  assert note == "the laws are of diloco, as streaming has no such law."
   assert answer["loss_measured"] is None
   assert answer["dp_loss_measured"] == 2.224
   path = write(tmp_path / "runs.csv", own_runs)
   answer = ask(capsys, "--algorithm=diloco", "--params=2e6", f"--results={path}")
   [note] = answer["notes"]
-  assert note == "no run of diloco was fitted: the laws are of streaming_joint."
+  assert note == "the laws are of streaming_joint, as diloco has no such law."
+  both = own_runs.assign(algorithm="diloco"), own_runs.query("replicas == 2")
+  write(tmp_path / "runs.csv", pd.concat(both))
+  answer = ask(capsys, "--params=2e6", f"--results={path}")
+  assert (answer["method"], answer["notes"]) == ("independent", [])
 
 
 def test_the_budget_and_the_outer_rate_are_of_your_own_runs(tmp_path, capsys, own_runs):
