@@ -121,6 +121,8 @@ def assumed(args: Args, work: Workload, more: str = "") -> list[str]:
   if "config" in args and "step_time" not in args:
     peak, mfu = args.get("peak_tflops", PEAK_TFLOPS), args.get("mfu", MFU)
     speed = f": {args['chips']:,} chips of {peak:g} TFLOP/s at an MFU of {mfu:g}"
+  if "config" in args and (joint := args["config"].joint_steps):
+    speed += f"; the first {joint:,} steps, all data-parallel, count as later ones"
   return [
     f"step         {work.step_time:.4g} s of compute{speed}",
     f"assumed      {work.method}, M = {work.replicas}{more}, {conditions(work)}",

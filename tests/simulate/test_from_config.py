@@ -90,6 +90,9 @@ def test_an_answer_has_units_and_what_is_assumed(capsys):
   assert f"{num_params(c.model):,} parameters" in lines["assumed"]
   assert command.main([*args[:2], "--step_time=2"]) == 0
   assert "\nstep         2 s of compute\n" in capsys.readouterr().out
+  warm = ("--config.plugins=warm_start", "--config.warm_start.steps=100")
+  assert command.main([*args[:2], "--step_time=2", *warm]) == 0
+  assert "compute; the first 100 steps, all data-parallel" in capsys.readouterr().out
 
 
 def test_fields_are_set_as_for_the_trainer(capsys):
