@@ -149,6 +149,9 @@ def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
     half = math.hypot(half, float(np.interp(tau, taus, wide)))
     outside += [f"alpha = {c.overlap.alpha:g}"] * (known is None)
     outside += [f"tau = {tau}"] * (tau > taus[-1])
+  outside += [c.wire.compressor] * (c.wire.compressor != "quantize")
+  outside += [c.wire.format] * (c.wire.format not in FORMATS)
+  outside += c.plugins
   low, high = _around(n, sorted({x.params for x in mine}))
   say = lambda v: f"{v / 1e9:g}B" if v >= 1e9 else f"{v / 1e6:.3g}M"
   source = ", ".join(map(say, sorted({low, high})))

@@ -96,6 +96,7 @@ CELLS = [
     ({"n": 2e6, "replicas": 8}, 9.0, 2.0, "1M; N = 2e+06"),
     ({"replicas": 16}, 13.0, 2.0, "1M; M = 16"),
     ({"sync_every": 1000}, 5.0, 0.3, "1M; H = 1e+03"),
+    ({"wire.format": "bf16", "plugins": ("bins",)}, 1.0, 0.1, "1M; bf16, bins"),
     ({"overlap.tau": 5, "overlap.taus": ()}, 1.21, (0.1**2 + 0.22**2) ** 0.5, "1M"),
   ],
 )
