@@ -19,8 +19,8 @@ settings at each rate, and marks the recommended row.
 Time comes from the simulator (`steady.py`). The loss comes from measurements:
 `plan.csv` for N, M and H, interpolated over their logarithms, and `LATE` for tau. E3M0
 and float32 get the same loss (measured: +0.1 ± 0.3%, docs/claims.csv). The end of a row
-says from which sizes its loss comes, and what was not measured. A size is left out if
-all its runs have one M, and this is not the M of the row. A loss is shown as 0 ± x if
+says from which sizes its loss comes, and what was not measured. If all runs of a size
+have one other M, other sizes say how much the row's M adds. A loss is shown as 0 ± x if
 zero lies inside its interval. Above the largest measured M or H, the line through the
 two largest values is extended. Below the smallest M or H, and outside the measured N,
 the nearest measured value counts.
@@ -134,11 +134,12 @@ def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
   """
   n, tau = float(matrix_params(c.model)), max(c.overlap.taus)
   mine = [x for x in measured if x.algorithm == c.algorithm]
-  # If all runs of a size have one other M, they say nothing about this M.
   ran = collections.defaultdict[float, set[int]](set)
   for x in mine:
     ran[x.params].add(x.replicas)
-  mine = [x for x in mine if c.replicas in ran[x.params] or len(ran[x.params]) > 1]
+  few = [n for n, known in ran.items() if len(known) == 1 and c.replicas not in known]
+  several = [x for x in mine if x.params not in few]
+  mine = [_moved(x, c.replicas, several) if x.params in few else x for x in mine]
   at = {"params": n, "replicas": c.replicas, "sync_every": c.sync_every}
   percent, half, outside = _between(mine, at)
   if c.algorithm == "streaming":
@@ -149,15 +150,25 @@ def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
     half = math.hypot(half, float(np.interp(tau, taus, wide)))
     outside += [f"alpha = {c.overlap.alpha:g}"] * (known is None)
     outside += [f"tau = {tau}"] * (tau > taus[-1])
+  low, high = _around(n, sorted({x.params for x in mine}))
+  outside += [f"M = {c.replicas}"] * (not {low, high}.isdisjoint(few))
   outside += [c.wire.compressor] * (c.wire.compressor != "quantize")
   outside += [c.wire.format] * (c.wire.format not in FORMATS)
   outside += c.plugins
-  low, high = _around(n, sorted({x.params for x in mine}))
   say = lambda v: f"{v / 1e9:g}B" if v >= 1e9 else f"{v / 1e6:.3g}M"
   source = ", ".join(map(say, sorted({low, high})))
   source = f"from {source}, {'one run' if low >= SMALL else 'three seeds'}"
   missing = ", ".join(dict.fromkeys(outside))
   return percent, half, f"{source}; not measured: {missing}" if missing else source
+
+
+def _moved(x: Cell, m: int, others: Sequence[Cell]) -> Cell:
+  """Estimates a cell with m replicas: adds the difference that other sizes have."""
+  at = {name: getattr(x, name) for name in _LETTERS}
+  before, after = (_between(others, at | {"replicas": r}) for r in (x.replicas, m))
+  percent = x.percent + after[0] - before[0]
+  half = math.hypot(x.half, before[1], after[1])
+  return x._replace(replicas=m, percent=percent, half=half)
 
 
 def _around(value: float, known: Sequence[float]) -> tuple[float, float]:

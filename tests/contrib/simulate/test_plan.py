@@ -92,8 +92,8 @@ CELLS = [
     ({"n": 5e5}, 1.0, 0.1, "1M; N = 5e+05"),
     ({"n": 8e6}, 0.0, 0.1, "4M; N = 8e+06"),
     ({"replicas": 4}, 5.0, 1.05, "1M"),
-    # At 4e6 only M = 2 ran.
-    ({"n": 2e6, "replicas": 8}, 9.0, 2.0, "1M; N = 2e+06"),
+    # At 4e6 only M = 2 ran; at 1e6, M = 8 adds 8.
+    ({"n": 2e6, "replicas": 8}, 8.5, 2.0025, "1M, 4M; M = 8"),
     ({"replicas": 16}, 13.0, 2.0, "1M; M = 16"),
     ({"sync_every": 1000}, 5.0, 0.3, "1M; H = 1e+03"),
     ({"wire.format": "bf16", "plugins": ("bins",)}, 1.0, 0.1, "1M; bf16, bins"),
@@ -111,6 +111,16 @@ def test_the_loss_beyond_measurements(sample, monkeypatch, fields, percent, half
   sizes, _, missing = note.partition("; ")
   missing = f"; not measured: {missing}" if missing else ""
   assert found[2] == f"from {sizes}, three seeds{missing}"
+
+
+@pytest.mark.parametrize("n", [1e5, 2e5, 2.7e5, 1e6, 3e6, 1e8, 2e9])
+def test_more_replicas_have_no_smaller_loss(sample, monkeypatch, n):
+  monkeypatch.setattr(plan, "matrix_params", lambda m: n)
+  for h in plan.H:
+    fields = {"sync_every": h, "train.batch_size": 8, "overlap.taus": ()}
+    some = [changed(sample, fields | {"replicas": m}) for m in (2, 4, 8)]
+    losses = [plan.loss_above(c, plan.cells())[0] for c in some]
+    assert losses == sorted(losses)
 
 
 def test_efficient_rows_are_those_that_no_row_beats():
