@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+from diloco.checkpoint.record import steps_of
 from diloco.config import resolve
 from diloco.config.comparable import apart, basis
 from diloco.errors import ConfigError
@@ -30,7 +31,8 @@ from diloco.util.command import one_line
 from diloco.util.types import Json
 
 # A run counts as failed after it has vanished (was killed, ran out of memory, lost its
-# node) this many times in a row. A run that stopped and saved has not vanished.
+# node) this many times in a row without a newer checkpoint. A run that stopped and
+# saved has not vanished.
 ATTEMPTS = 5
 
 
@@ -339,13 +341,15 @@ def _settled(directory: pathlib.Path, stopped: bool) -> Row:
   the trainer noted an end, the run has vanished, unless it was `stopped`.
   """
   row = table.read_row(directory)
-  vanished = row["vanished"] + (not stopped)
+  step = max(steps_of(directory), default=0)
+  earlier = row["vanished"] if step <= row["saved"] else 0
+  vanished = earlier + (not stopped)
   if row["status"] != "running":
     return row
   if files.read_json(directory / "summary.json"):
     table.note_end(directory, failed=False)
   elif stopped or vanished < ATTEMPTS:
-    table.note(directory, running=False, vanished=vanished)
+    table.note(directory, running=False, vanished=vanished, saved=step)
   else:
     log = directory / "log.txt"
     error = f"vanished {vanished} times in a row (killed or out of memory); see {log}."

@@ -5,7 +5,7 @@ The directories are the only record of a sweep. RESULTS/runs/NAME holds
   contents.json digests of the run's texts and tokenizer
   config.json   every field of the run's config, resolved
   run.json      notes of the driver: point, group, revision, attempts, started, running,
-                vanished, worker
+                vanished, saved, worker
   ended.json    how the last attempt ended: failed, error, finished
   summary.json  the trainer's results
 
@@ -108,7 +108,7 @@ def read_row(directory: pathlib.Path) -> Row:
   summary = leaves({"accuracy": _accuracy(directory, result)} | result)
   row: Row = {
     **{"point": {}, "group": "", "revision": None},
-    **{"attempts": 0, "started": "", "vanished": 0},
+    **{"attempts": 0, "started": "", "vanished": 0, "saved": 0},
     **(files.read_json(directory / "run.json") or {}),
     **dict.fromkeys(SUMMARY_COLUMNS),
     "folder": directory,
@@ -176,7 +176,9 @@ def note(directory: pathlib.Path, **changes: Any) -> None:
     running: True when an attempt starts; False if it ends without an ended.json, cannot
       be submitted, or is still to come.
       This note has no effect once there is an ended.json.
-    vanished: how many of the last attempts, in a row, left no ended.json.
+    vanished: how many of the last attempts, in a row, left no ended.json and no newer
+      checkpoint.
+    saved: the step of the newest checkpoint when an attempt last vanished.
     worker: the number that the last attempt had in the command of --launch.
   """
   path = directory / "run.json"

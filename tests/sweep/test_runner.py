@@ -127,6 +127,17 @@ def test_a_vanished_run_is_resumed_a_few_times(tmp_path):
   assert "vanished 5 times" in rows_of(tmp_path)[0]["error"]
 
 
+def test_a_run_that_is_killed_often_but_goes_on_does_not_fail(tmp_path):
+  def end(run, saved):
+    (run / "checkpoints" / str(len(backend.started))).mkdir(parents=True)
+    if len(backend.started) > 2 * ATTEMPTS:
+      Fake.good(run, saved)
+
+  backend = Fake(end)
+  finish(make_driver(one_cell(1), tmp_path, backend))
+  assert rows_of(tmp_path)[0]["status"] == "done"
+
+
 def test_a_run_that_stops_and_saves_has_not_vanished(tmp_path):
   """It stops more often than a run may vanish, and vanishes in between."""
   ends = iter("svvsvssvsvg")  # s: stops and saves, v: vanishes, g: good.
