@@ -4,6 +4,7 @@ A cell is an algorithm, a size N and a number of replicas M. The runs of a cell 
 in learning rate, batch size and outer learning rate.
 """
 
+import json
 import statistics
 from collections.abc import Sequence
 
@@ -153,6 +154,8 @@ def fit_best_batch(
 def _refuse_mixed(runs: pd.DataFrame) -> None:
   """Refuses runs that differ in vocabulary, text, seq_len, H, outer optimizer, tokens.
 
+  The runs of a cell must also send alike: with equal tau, format and fragments.
+
   Losses of such runs follow no common law. The best run of a cell would just be the run
   with the smallest vocabulary, the least H or the most tokens.
 
@@ -182,6 +185,27 @@ def _refuse_mixed(runs: pd.DataFrame) -> None:
         f"two runs of {_name(ends.iloc[0])} have {least:g} and {most:g} tokens (lines"
         f" {ends.index[0]} and {ends.index[1]}); {_remedy(ends)}."
       )
+
+  for _, some in runs[runs["algorithm"] != "data_parallel"].groupby(CELL):
+    fields = some.get("config", pd.Series(dtype=str)).map(_sending)
+    for line, own in fields.items():
+      first = fields.iloc[0]
+      if differ := sorted(f for f in own | first if own.get(f) != first.get(f)):
+        ends = some.loc[[some.index[0], line]]
+        raise ValueError(
+          f"two runs of {_name(some.iloc[0])} differ in {', '.join(differ)} (lines"
+          f" {some.index[0]} and {line}), so none is the best by its rate;"
+          f" {_remedy(ends)}."
+        )
+
+
+def _sending(config: str) -> dict:
+  """Returns the fields of a run's `config` that say what is sent, and when."""
+  try:
+    fields = json.loads(config).items()
+  except (ValueError, AttributeError, TypeError):  # A table that was written by hand.
+    return {}
+  return {f: x for f, x in fields if f.startswith(("overlap.", "wire.", "fragments."))}
 
 
 def _remedy(runs: pd.DataFrame) -> str:

@@ -190,6 +190,12 @@ def test_columns_in_which_runs_alike_differ_are_named(tmp_path):
     ("sync_every", 30, 100, r"have sync_every 30 \(line 2\) and 100 \(line 56"),
     ("outer_optimizer", "sgd", "sgd(momentum=0.9)", "=outer_optimizer=sgd[.]"),
     ("text", "0a", "0b", "have text 0a .* and 0b .* choose by --where=text=0a"),
+    (
+      "config",
+      "{}",
+      '{"overlap.tau": 5}',
+      "M = 1 differ in overlap.tau .* in config",
+    ),
     ("tokens", 1e6, 4e6, "1e.07, M = 1 have 1e.06 and 4e.06 tokens .* differ in note"),
   ],
 )
