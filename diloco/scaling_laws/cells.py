@@ -67,6 +67,7 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
 
   Args:
     runs: as `runs.read` returns them; without the column `choice`, `loss` chooses.
+      The runs of `attrs["failed"]` count as neighbours that are worse.
 
   Returns:
     One row per cell, ordered by algorithm, M and N: the run with the least `choice`.
@@ -87,11 +88,12 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
       f"two runs of {_name(run)} have {_values(run, AXES, ', ')} (lines {first} and"
       f" {second}); {_remedy(alike)}."
     )
+  failed = runs.attrs.get("failed", runs[:0])
   runs = runs.assign(choice=runs.get("choice", runs["loss"]))
   swept = runs.groupby("algorithm")[AXES].nunique() > 1
   return pd.DataFrame(
     [
-      _best(some, [axis for axis in AXES if swept.loc[algorithm, axis]])
+      _best(some, [axis for axis in AXES if swept.loc[algorithm, axis]], failed)
       for (algorithm, *_), some in runs.groupby(CELL)
     ]
   )
@@ -222,15 +224,17 @@ def _alike(runs: pd.DataFrame) -> pd.DataFrame:
   return twice[(keys == keys.head(1).squeeze()).all(axis=1)]
 
 
-def _best(runs: pd.DataFrame, axes: Sequence[str]) -> dict:
+def _best(runs: pd.DataFrame, axes: Sequence[str], failed: pd.DataFrame) -> dict:
   """Makes the row of one cell.
 
   Args:
     axes: the AXES that have two or more values in all runs of the algorithm together.
       The other axes are fixed, or do not exist: data-parallel has no outer rate.
+    failed: failed runs of all cells.
   """
   best = runs.loc[runs["choice"].idxmin()]
-  problems = [p for axis in axes if (p := _axis_problem(best, runs, axis, axes))]
+  tried = pd.concat([runs, failed[(failed[CELL] == best[CELL]).all(axis=1)]])
+  problems = [p for axis in axes if (p := _axis_problem(best, tried, axis, axes))]
   # The least loss at each batch, over all rates (Section 6.1).
   losses = runs.groupby("batch", sort=False)["choice"].min()
   batch = best["batch"]
@@ -254,19 +258,19 @@ def _axis_problem(
   neighbours = runs[(runs[others] == best[others]).all(axis=1)]
   line, value = sorted(neighbours[axis].unique()), best[axis]
   start = f"{_name(best)}: the best {axis}, {value:g}, is the"
-  at = _values(best, others, " and ")
+  at = f" with {_values(best, others, ' and ')}" if others else ""
   if runs[axis].nunique() == 1:
     return (
       f"{_name(best)}: {axis} was not swept, all its runs have {value:g}; add runs with"
       " smaller and larger ones."
     )
   if len(line) == 1:
-    return f"{start} only one tried with {at}; add smaller and larger ones there."
+    return f"{start} only one tried{at}; add smaller and larger ones there."
   if line[0] < value < line[-1]:
     return None
   side, beyond = ("smallest", "smaller") if value == line[0] else ("largest", "larger")
   return (
-    f"{start} {side} of {len(line)} tried with {at}; extend the grid to {beyond} ones"
+    f"{start} {side} of {len(line)} tried{at}; extend the grid to {beyond} ones"
     " until the best is interior."
   )
 

@@ -27,7 +27,8 @@ def read(
   """Reads the finished runs of a CSV file, such as the export of a sweep.
 
   Args:
-    path: the file. Rows whose status is not `done` are left out.
+    path: the file. Rows whose status is not `done` are left out, but `attrs["failed"]`
+      has cell and hyperparameters of those that failed.
     where: {column: value} that rows must have. Numbers are compared as numbers.
     more: further columns of numbers that the caller needs.
 
@@ -67,6 +68,8 @@ def read(
     text[column] = text[column].replace("", "0") if column in text else "0"
   plain = text["algorithm"] == "data_parallel"
   text.loc[plain, ["replicas", "outer_learning_rate"]] = ["1", "0"]
+  failed = text["status"] == "failed" if "status" in text else text["loss"].isna()
+  failed, text = text[failed], text[~failed]
   runs = text.copy()
   _check(text["algorithm"], text["algorithm"] != "", "name", path)
   seed = ("seed",) if "seed" in text else ()
@@ -76,11 +79,26 @@ def read(
   runs["choice"] = runs["loss"]
   if TEST_LOSS in text and (text[TEST_LOSS] != "").all():
     runs["loss"] = runs[TEST_LOSS] = _numbers(text[TEST_LOSS], path, optional=False)
-  return joined(runs)
+  settings = joined(runs)
+  settings.attrs["failed"] = _settings(failed, text, batch)
+  return settings
+
+
+def _settings(
+  failed: pd.DataFrame, done: pd.DataFrame, batch: Sequence[str]
+) -> pd.DataFrame:
+  """Parses the settings of failed runs; N is that of a finished run of their model."""
+  if "matrix_params" in done:
+    known = done.drop_duplicates("matrix_params").set_index("matrix_params")["params"]
+    failed = failed.assign(params=failed["matrix_params"].map(known))
+  columns = ("replicas", "params", "learning_rate", "outer_learning_rate", *batch)
+  numbers = failed[[*columns]].map(_number).astype(float)
+  numbers["batch"] = numbers[[*batch]].prod(axis=1)
+  return numbers.assign(algorithm=failed["algorithm"])
 
 
 def _finished(path: str | os.PathLike, where: Mapping[str, str]) -> pd.DataFrame:
-  """Reads, as text, the finished rows that `where` selects; the index is the line."""
+  """Reads, as text, the rows that `where` selects, done or failed, by their lines."""
   try:
     with open(path, newline="", encoding="utf-8-sig") as file:
       reader = csv.reader(file, skipinitialspace=True)
@@ -104,8 +122,8 @@ def _finished(path: str | os.PathLike, where: Mapping[str, str]) -> pd.DataFrame
       )
   rows = pd.DataFrame.from_dict(lines, orient="index", columns=columns)
   if "status" in rows:
-    rows = rows[rows["status"] == "done"]
-  if rows.empty:
+    rows = rows[rows["status"].isin(("done", "failed"))]
+  if not _any_done(rows):
     raise ValueError(f"{path} has no finished run; add some.")
   for column, value in where.items():
     if column not in rows:
@@ -115,13 +133,17 @@ def _finished(path: str | os.PathLike, where: Mapping[str, str]) -> pd.DataFrame
     tried = rows[column].unique()
     same = rows[column].map(_number) == _number(value)
     rows = rows[same | (rows[column] == value)]
-    if rows.empty:
+    if not _any_done(rows):
       conditions = ",".join(f"{c}={v}" for c, v in where.items())
       raise ValueError(
         f"no finished run of {path} has {conditions}: {column} is for example"
         f" {', '.join(map(repr, tried[:10]))}; choose among these."
       )
   return rows.copy()
+
+
+def _any_done(rows: pd.DataFrame) -> bool:
+  return len(rows) > 0 and ("status" not in rows or "done" in rows["status"].values)
 
 
 def _numbers(column: pd.Series, path: str | os.PathLike, optional: bool) -> pd.Series:

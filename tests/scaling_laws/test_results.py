@@ -101,6 +101,19 @@ def test_a_best_point_on_the_edge_is_refused():
   assert laws["diloco_M4"].loss.law.alpha == pytest.approx(LOSS.alpha)
 
 
+def test_a_run_that_failed_bounds_the_search(tmp_path):
+  """A failed run has no N; it has that of a finished run of its model."""
+  table = as_file(make_runs((1,), "data_parallel")).assign(status="done")
+  table["matrix_params"] = table["params"]
+  high = table["learning_rate"] > table["params"].map(lambda n: RATE(n, 1) * 1.1)
+  path = write(tmp_path / "runs.csv", table[~high])
+  with pytest.raises(ValueError, match="is the largest of 2 tried with batch"):
+    results.fit_runs(runs.read(path))
+  table.loc[high, ["status", "params", "loss"]] = ["failed", np.nan, np.nan]
+  _, problems = results.fit_runs(runs.read(write(tmp_path / "runs.csv", table)))
+  assert problems == []
+
+
 def test_only_runs_with_the_best_values_on_the_other_axes_are_neighbours():
   def problems(*points):
     table = pd.DataFrame(
