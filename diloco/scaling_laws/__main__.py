@@ -132,6 +132,8 @@ def fit(args: argparse.Namespace) -> Json:
       shown = [f"{k} {show(**p)}" for k, p in answer[name][quantity].items()]
       parameters.append(label + "  ".join(shown))
       if residuals := leave_largest_out(one):
+        if "beta" not in one.names:
+          residuals = {law.replicas[0]: residuals[1]}
         left_out[quantity] = residuals
         missed.append(label + "  ".join(f"{m}: {r:.4f}" for m, r in residuals.items()))
     answer[name]["left_out"] = left_out

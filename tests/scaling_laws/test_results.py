@@ -272,7 +272,7 @@ def test_the_command_prints_residuals_at_the_largest_size(tmp_path, capsys):
   assert cli.main(["fit", path, "--json"]) == 0
   found = json.loads(capsys.readouterr().out)
   off = pytest.approx(0.1, abs=1e-6)
-  assert found["diloco_M2"]["left_out"]["loss"] == {"1": off}
+  assert found["diloco_M2"]["left_out"]["loss"] == {"2": off}
   assert found["diloco_joint"]["left_out"]["loss"] == {"1": off, "2": off, "4": off}
   # Two sizes have neither residuals nor intervals.
   write(tmp_path / "runs.csv", as_file(table[table["params"] < 1e8]))
