@@ -53,7 +53,7 @@ from diloco.simulate.limits import check
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
 from diloco.spec.fields import FragmentsConfig, Range
-from diloco.spec.shapes import matrix_params
+from diloco.spec.shapes import matrix_params, num_params
 from diloco.util import palette
 from diloco.util.command import as_path, check_picture
 
@@ -133,6 +133,8 @@ def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
     Per cent, half of the 90% interval, and a text that says what was measured.
   """
   n, tau = float(matrix_params(c.model)), max(c.overlap.taus)
+  if n < SMALL:  # Our runs; the papers count matrices alone.
+    n = float(num_params(c.model))
   mine = [x for x in measured if x.algorithm == c.algorithm]
   ran = collections.defaultdict[float, set[int]](set)
   for x in mine:

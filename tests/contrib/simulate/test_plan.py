@@ -73,6 +73,11 @@ def test_the_losses_of_the_scaling_laws_are_those_of_its_table():
     assert x.percent == pytest.approx(100 * above, abs=0.006)
 
 
+def test_a_run_of_the_table_has_the_loss_of_its_line(sample):
+  found = plan.loss_above(changed(sample, {"sync_every": 10}), plan.cells())
+  assert found == (pytest.approx(0.81), 0.96, "from 1.07M, three seeds")
+
+
 CELLS = [
   Cell(1e6, "streaming", 2, 10, 1.0, 0.1),
   Cell(1e6, "streaming", 2, 100, 3.0, 0.3),
@@ -101,7 +106,8 @@ CELLS = [
   ],
 )
 def test_the_loss_beyond_measurements(sample, monkeypatch, fields, percent, half, note):
-  monkeypatch.setattr(plan, "matrix_params", lambda m: n)
+  for count in ("matrix_params", "num_params"):
+    monkeypatch.setattr(plan, count, lambda m: n)
   fields = dict(fields)
   n = fields.pop("n", 1e6)
   if "replicas" in fields:
@@ -115,7 +121,8 @@ def test_the_loss_beyond_measurements(sample, monkeypatch, fields, percent, half
 
 @pytest.mark.parametrize("n", [1e5, 2e5, 2.7e5, 1e6, 3e6, 1e8, 2e9])
 def test_more_replicas_have_no_smaller_loss(sample, monkeypatch, n):
-  monkeypatch.setattr(plan, "matrix_params", lambda m: n)
+  for count in ("matrix_params", "num_params"):
+    monkeypatch.setattr(plan, count, lambda m: n)
   for h in plan.H:
     fields = {"sync_every": h, "train.batch_size": 8, "overlap.taus": ()}
     some = [changed(sample, fields | {"replicas": m}) for m in (2, 4, 8)]
