@@ -76,7 +76,7 @@ OPTIONS = {
   "sync_every": Option("inner steps H per round; default 100", whole, "sync_every"),
   "fragment_size": Option("layers of a fragment; default 3", whole, "fragments.size"),
   "tau": Option("inner steps that hide a reduction; default 1", whole, "overlap.tau"),
-  "bits": Option("bits per value on the link; default 4", number, "wire.format"),
+  "bits": Option("bits per value; default 4 (streaming) or 16", number, "wire.format"),
   "latency": Option("seconds per reduction; default 0"),
   "gbits": Option("bandwidth of the link between replicas, Gbit/s"),
   "target": Option("utilisation to reach; default 0.95"),
@@ -110,7 +110,8 @@ def workload(args: Args) -> Workload:
   for name in ("params", "layers", "step_time"):
     if name not in args:
       raise ConfigError(f"--{name} is missing; give it, or a --config.")
-  fields = {"bits": 4, "tau": 1, "fragment_size": min(3, args["layers"])}
+  bits = 4 if args.get("method", "streaming") == "streaming" else 16
+  fields = {"bits": bits, "tau": 1, "fragment_size": min(3, args["layers"])}
   fields |= fields_of(Workload, args)
   return Workload.of_equal_layers(args["params"], args["layers"], **fields)
 

@@ -172,6 +172,8 @@ def test_every_default_that_the_help_states_is_the_one_that_is_used():
     option = arguments.OPTIONS[name]
     stated = re.search(r"default (\w+)", option.help)[1]
     assert option.type(stated) == getattr(used, name), name
+  plain = {"params": 12e9, "layers": 12, "step_time": 1.0, "method": "data_parallel"}
+  assert (used.bits, arguments.workload(plain).bits) == (4, 16)
   by_config = {name for name, option in arguments.OPTIONS.items() if option.field}
   wanted = "params layers replicas method sync_every fragment_size tau bits"
   assert by_config == {*wanted.split()}
