@@ -47,6 +47,9 @@ class Axis:
       raise ValueError(f"axis {self.name!r} is empty; give it values.")
     if len(set(self.values)) < len(self.values):
       raise ValueError(f"axis {self.name!r} has a value twice: {self.values}.")
+    # The neighbours of a number are its neighbours in the list.
+    if all(isinstance(value, int | float) for value in self.values):
+      object.__setattr__(self, "values", tuple(sorted(self.values)))
     if not self.ratio and not {*self.first} <= {*self.values}:
       raise ValueError(
         f"axis {self.name!r} begins with {self.first}, which are not all among its"

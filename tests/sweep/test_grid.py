@@ -74,7 +74,7 @@ def test_a_search_stops_at_bounds_and_reports_them():
 
 
 def test_an_axis_without_ratio_tries_first_values_and_then_neighbours():
-  outer = Axis("outer_lr", (0.2, 0.4, 0.6, 0.8, 1.0), first=(0.6,))
+  outer = Axis("outer_lr", (0.2, 1.0, 0.4, 0.6, 0.8), first=(0.6,))  # Gets sorted.
   state, losses = run_out(
     Grid("g", [{}], (outer,)), {}, lambda p: abs(p["outer_lr"] - 0.8)
   )
