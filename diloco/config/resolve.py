@@ -65,6 +65,9 @@ def _types(group: type) -> Json:
 
 
 _TYPES = _types(Config)
+# What the other algorithms have instead of what the config says.
+_WHOLE: Json = {"fragments.pattern": "whole", "overlap.tau": 0, "overlap.taus": ()}
+_WHOLE["overlap.alpha"] = 0.0
 
 
 def _kinds(names: Sequence[str]) -> Json:
@@ -204,9 +207,26 @@ def saved_fields(saved: Json) -> Json:
 def changed(config: Config, fields: Json) -> Config:
   """Resolves a config again with other values, for example {"eval.tasks": ""}.
 
-  Derived fields, such as model.ff_dim and overlap.taus, keep their values.
+  Derived fields, such as model.ff_dim and overlap.taus, keep their values. Only with
+  another algorithm, they are derived again.
   """
-  return _resolve(leaves(config.to_dict()) | dict(fields))
+  v = leaves(config.to_dict())
+  if fields.get("algorithm", config.algorithm) != config.algorithm:
+    v = underived(v)
+  return _resolve(v | dict(fields))
+
+
+def underived(v: Json) -> Json:
+  """Returns the fields of a resolved config without those that follow from others."""
+  derived = {
+    "model.ff_dim": 4 * v["model.dim"],
+    "inner.weight_decay": 1.0 / (v["inner.decay_steps"] or v["train.steps"] or 1),
+    "wire.format": _format({**v, "wire.format": "auto"}),
+    "overlap.taus": (v["overlap.tau"],) * v["replicas"],
+  }
+  if v["algorithm"] != "streaming":
+    derived |= {f: v[f] for f in _WHOLE}
+  return {f: x for f, x in v.items() if f not in derived or derived[f] != x}
 
 
 def difference(old: Json, new: Json) -> dict[str, str]:
@@ -227,8 +247,7 @@ def _resolve(v: Json) -> Config:
   v = {f: () if isinstance(x, tuple) and x == ("",) else x for f, x in v.items()}
   v = checks.check_each(v, defaults, _kinds(names))
   if v["algorithm"] != "streaming":
-    v["fragments.pattern"] = "whole"
-    v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}
+    v |= _WHOLE
   tokens_per_step = v["train.batch_size"] * v["model.seq_len"]
   v["train.steps"] = v["train.steps"] or v["train.tokens"] // tokens_per_step
   if not v["train.steps"]:

@@ -2,6 +2,7 @@
 
 python -m diloco.main --config=diloco/sweep/saved.py:RUN/config.json --workdir=ELSEWHERE
 
+Fields that follow from others are left out, so that they also follow from flags.
 Without a file, the config has the defaults; a sweep's --launch changes them by flags.
 """
 
@@ -11,7 +12,7 @@ import pathlib
 import ml_collections
 
 from diloco.config import default_config
-from diloco.config.resolve import saved_fields
+from diloco.config.resolve import leaves, saved_fields, underived
 from diloco.errors import ConfigError
 from diloco.util.command import one_line
 
@@ -23,7 +24,7 @@ def get_config(path: str = "") -> ml_collections.ConfigDict:
     fields = saved_fields(json.loads(pathlib.Path(path).read_text()))
     c = default_config(*fields["plugins"])
     # train.steps gives the length of the run; train.tokens follows from it.
-    c.update_from_flattened_dict(fields | {"train.tokens": 0})
+    c.update_from_flattened_dict(underived(leaves(c) | fields) | {"train.tokens": 0})
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise ConfigError(
       f"{path} is no config.json of this version's runs: {one_line(error).rstrip('.')}."

@@ -72,7 +72,6 @@ def cases(size: str, kind: str, devices: int) -> Iterator[Case]:
       yield size, "data-parallel", one
       # One inner step hides the exchange of a fragment.
       fields = {"algorithm": "streaming", "overlap.tau": 1, "overlap.taus": ()}
-      fields["fragments.pattern"] = "strided"
       two = changed(bench_nanodo.two_replicas(one), fields)
       yield size, "M=2", two
 

@@ -128,6 +128,7 @@ def test_diloco_is_one_fragment_without_overlap():
   assert len(r.make_fragments()) == 1
   assert tuple(r.overlap.taus) == (0, 0)
   assert (r.overlap.alpha, r.wire.format) == (0.0, "fp32")
+  assert changed(r, {"algorithm": "streaming"}) == resolve(make())
 
 
 def test_difference_shows_the_changed_leaves():

@@ -110,6 +110,13 @@ def test_the_flags_of_a_run_make_its_config(tmp_path):
     assert (first, workdir) == ("run", f"--workdir={tmp_path}")
     name = flags[0].removeprefix("--config=")
     assert command_line.load_config(name, flags[1:]) == complete(saved)
+  name = f"{job.saved.__file__}:{tmp_path / 'config.json'}"
+  c = command_line.load_config(name, ["--config.algorithm=streaming"])
+  assert (len(c.make_fragments()) > 1, c.overlap.taus, c.wire.format) == (
+    True,
+    (1, 1),
+    "e3m0",
+  )
 
 
 def test_a_worker_of_an_earlier_driver_is_busy(tmp_path):

@@ -52,7 +52,7 @@ from diloco.simulate.arguments import Answer, Args, Command, Option, number, who
 from diloco.simulate.limits import check
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
-from diloco.spec.fields import FragmentsConfig, Range
+from diloco.spec.fields import Range
 from diloco.spec.shapes import matrix_params, num_params
 from diloco.util import palette
 from diloco.util.command import as_path, check_picture
@@ -226,8 +226,6 @@ def settings(c: Config, replicas: Sequence[int]) -> Iterator[Config]:
   ):
     fields: dict[str, Any] = {"replicas": m, "sync_every": h, "wire.format": name}
     fields |= {"algorithm": "streaming", "overlap.tau": tau, "overlap.taus": ()}
-    if c.algorithm != "streaming":  # Then `c` has one fragment.
-      fields |= {"fragments.pattern": FragmentsConfig().pattern}
     try:
       yield resolve(changed(c, fields))
     except ConfigError:  # For example, tau is above H, or H is longer than the run.
@@ -419,7 +417,10 @@ def advice(rows: Sequence[Row], best: Row | None, args: Args) -> list[str]:
     return [*lines, "recommended  --config.algorithm=data_parallel"]
   flags = f"--config.sync_every={best.sync_every} --config.overlap.tau={best.tau}"
   flags += f" --config.wire.format={best.format} --config.replicas={best.replicas}"
-  if args["config"].algorithm != "streaming":
+  c = args["config"]
+  if c.algorithm == "streaming" and {*c.overlap.taus} != {c.overlap.tau}:
+    lines.append("note         leave out overlap.taus, which would replace this tau")
+  if c.algorithm != "streaming":
     flags = f"--config.algorithm=streaming {flags}"
   return [*lines, f"recommended  {flags}"]
 

@@ -224,6 +224,9 @@ def test_the_recommended_flags_can_be_typed(capsys, sample):
   _, *flags = last.split()
   c = load_config(str(ROOT / "configs" / "sample.py"), flags)
   assert c.sync_every in plan.H
+  taus = "--config.overlap.taus=(1,5)"
+  *_, note, _ = run(capsys, *SAMPLE, "--gbits=0.02", taus).splitlines()
+  assert "leave out overlap.taus, which would replace this tau" in note
 
 
 def test_a_config_of_another_algorithm_has_the_same_settings(capsys, sample):
