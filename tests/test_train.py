@@ -16,7 +16,6 @@ from conftest import first_of, rewind
 
 from diloco import train
 from diloco.algorithm.method import Method
-from diloco.algorithm.placement import Jobs
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import damage
 from diloco.errors import ConfigError
@@ -300,9 +299,9 @@ def test_what_train_opened_is_closed_when_it_raises(tiny, tmp_path, monkeypatch)
 
   def note(cls):
     close = cls.close
-    monkeypatch.setattr(cls, "close", lambda self: closed.append(cls) or close(self))
+    monkeypatch.setattr(cls, "close", lambda *to: closed.append(cls) or close(*to))
 
-  opened = (checkpoint.Checkpoints, Log, Jobs)
+  opened = (checkpoint.Checkpoints, Log, Method)
   for cls in opened:
     note(cls)
 
@@ -314,7 +313,6 @@ def test_what_train_opened_is_closed_when_it_raises(tiny, tmp_path, monkeypatch)
 
   monkeypatch.setattr(Method, "outer", fail)
   before = signal.signal(signal.SIGTERM, handler)
-  tiny.overlap.transport = "host"
   try:
     with pytest.raises(RuntimeError, match="out of memory"):
       train.train(tiny, tmp_path)

@@ -55,7 +55,7 @@ class Method:
 
   def connect(self) -> None:
     """Opens the connections that the outer step needs; all processes call this."""
-    self.sync.transport.connect()
+    self.sync.connect()
 
   def init(
     self, seed: jax.Array | None = None, params: PyTree | None = None
@@ -218,7 +218,6 @@ class Method:
       reason: finished, stopped (and saved), or ended (by an error).
     """
     del reason
-    self.sync.close()
 
 
 def make_method(c: Config, mesh: Mesh) -> Method:

@@ -35,6 +35,9 @@ Update: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, Met
 # Called with theta on devices, codec_state; returns payload, codec_state, metrics.
 Encode: TypeAlias = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree, Metrics]]
 Updated: TypeAlias = tuple[OuterState, PyTree, Metrics]
+# All methods of a process share this thread, so their exchanges run in the order of the
+# sends. Gloo pairs the exchanges of two processes by their order alone.
+_EXCHANGES = futures.ThreadPoolExecutor(1, "exchange")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +101,6 @@ class OnDevices:
   def settle(self) -> None:
     """Waits until no thread of this process exchanges payloads."""
 
-  def close(self) -> None:
-    """Ends the thread, if there is one; waits for nothing."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Offloaded(OnDevices):
@@ -147,10 +147,16 @@ class Jobs:
 
   Only the state says which fragments are in flight. The result of a job is used only if
   the job began with exactly the arrays that the state has when the fragment arrives.
+
+  Args:
+    thread: runs the jobs in the background; None: a new thread does.
   """
 
-  def __init__(self, background: bool):
-    self._thread = futures.ThreadPoolExecutor(1, "exchange") if background else None
+  def __init__(
+    self, background: bool, thread: futures.ThreadPoolExecutor | None = None
+  ):
+    own = futures.ThreadPoolExecutor(1, "exchange") if background else None
+    self._thread = thread or own
     # {p: (arguments, result) of the newest job}
     self._jobs: dict[int, tuple[PyTree, futures.Future[PyTree]]] = {}
     self.waited_s = 0.0  # Seconds that the last `finish` waited.
@@ -179,11 +185,6 @@ class Jobs:
     self.waited_s = time.perf_counter() - began
     return result
 
-  def settle(self) -> None:
-    """Waits for all jobs."""
-    # Otherwise two threads could start collectives, in another order on each process.
-    futures.wait(result for _, result in self._jobs.values())
-
   def close(self) -> None:
     """Drops the jobs that have not begun; waits for no job."""
     if self._thread:
@@ -199,7 +200,7 @@ class OnHosts(OnDevices):
   """
 
   hosts: Mesh
-  _jobs: Jobs = dataclasses.field(default_factory=lambda: Jobs(background=True))
+  _jobs: Jobs = dataclasses.field(default_factory=lambda: Jobs(True, _EXCHANGES))
 
   @property
   def mesh(self) -> Mesh:
@@ -241,10 +242,8 @@ class OnHosts(OnDevices):
     return jax.tree.map(copy, theta, there)
 
   def settle(self) -> None:
-    self._jobs.settle()
-
-  def close(self) -> None:
-    self._jobs.close()
+    # Otherwise two threads could start collectives, in another order on each process.
+    _EXCHANGES.submit(int).result()  # Runs after all earlier jobs.
 
   def _update(
     self, update: Update, theta: PyTree, opt_state: PyTree, flying: InFlight

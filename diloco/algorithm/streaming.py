@@ -174,9 +174,10 @@ class Streaming:
     """Counts the inner steps that share a program with the exchange after step t."""
     return self.schedule.overlap_steps(t) if self.transport.overlaps else 0
 
-  def close(self) -> None:
-    """Ends the thread of `OnHosts`, if there is one; waits for nothing."""
-    self.place.close()
+  def connect(self) -> None:
+    """Opens the connections of the transport; all processes call this."""
+    self.place.settle()  # This also exchanges payloads.
+    self.transport.connect()
 
   def send(
     self, t: int, p: int, params_M: PyTree, state: OuterState

@@ -189,8 +189,8 @@ class Streaming:
     return dataclasses.replace(self, sync=self.sync.after_drain(last))
 
   def close(self) -> None:
-    """Ends the thread of transport="host"."""
-    self.sync.close()
+    """Waits until the thread of transport="host" has no more work."""
+    self.sync.place.settle()
 
   def _check(self, name: str, step: int, ahead: int, state: OuterState) -> int:
     """Returns `step` as an int; refuses a `state` of another step than `step - ahead`.
@@ -288,7 +288,7 @@ def streaming(
       schedule=schedule,
       optimizer=None if isinstance(outer, OuterConfig) else outer,
     )
-    sync.transport.connect()
+    sync.connect()
   return Streaming(sync, layout)
 
 

@@ -115,6 +115,23 @@ def test_a_late_exchange_is_awaited_and_merged_at_its_step(tiny, monkeypatch):
   assert {float(e.metrics["waited_s"]) for e in received} == {1.0}
 
 
+def test_two_methods_exchange_in_the_order_of_their_sends(tiny, monkeypatch):
+  carried, other = [], threading.Event()
+
+  def send(name, before):
+    sync = host(tiny)
+    carry = sync.transport.carry
+    note = lambda payload: (before(), carried.append(name), carry(payload))[-1]
+    monkeypatch.setattr(sync.transport, "carry", note)
+    with jax.set_mesh(sync.mesh):
+      sync.send(1, 0, *start(sync))
+    return sync.place
+
+  send("a", lambda: other.wait(0.5))
+  send("b", other.set).settle()
+  assert carried == ["a", "b"]
+
+
 def test_a_failed_exchange_names_the_reason_and_the_remedy(tiny, monkeypatch):
   sync = host(tiny)
 
