@@ -30,6 +30,8 @@ from diloco.util.types import PyTree
 Outer: TypeAlias = OuterConfig | optax.GradientTransformation
 # Arguments of optax's optimizers that say how slowly past gradients decay.
 _DECAY_RATES = {"momentum", "b1", "b2", "b3", "beta"}
+# Optimizers of optax whose step of a number depends on the rest of its tensor.
+_BY_TENSOR = {"adafactor", "fromage", "galore", "lamb", "lars", "novograd", "sm3"}
 # fsdp may leave at most this much optimizer state unsharded, as a share of the bytes of
 # the parameters on a device.
 _WHOLE = 0.1
@@ -246,9 +248,35 @@ def _make(
         f" among {free}."
       )
   try:
-    return factory(**given, **arguments)
+    made = factory(**given, **arguments)
   except (TypeError, ValueError) as error:
     raise ConfigError(f"{field} is {text!r}, which optax refuses: {error}.") from error
+  return over_layers(made) if leading and name in _BY_TENSOR else made
+
+
+def over_layers(
+  optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """Makes an optimizer that updates each layer of a stack alone.
+
+  Its state is {'blocks': leaves (N, ...), 'embed': ...}.
+  """
+  each = lambda k, f: jax.vmap(f) if k == "blocks" else f
+
+  def init(params: PyTree) -> PyTree:
+    return {k: each(k, optimizer.init)({k: x}) for k, x in params.items()}
+
+  def update(
+    grads: PyTree, state: PyTree, params: PyTree = None
+  ) -> tuple[PyTree, PyTree]:
+    updates, after = dict[str, PyTree](), dict[str, PyTree]()
+    for k, g in grads.items():
+      step = each(k, optimizer.update)
+      found, after[k] = step({k: g}, state[k], {k: params[k]})
+      updates |= found
+    return updates, after
+
+  return optax.GradientTransformation(init, update)
 
 
 def _matrices(leading: int, params: PyTree) -> PyTree:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diloco.algorithm.optimizers import is_schedule
+from diloco.algorithm.optimizers import is_schedule, over_layers
 from diloco.config import Config
 from diloco.config.combinations import OFF
 from diloco.contrib._layers import chosen, in_fragments
@@ -77,14 +77,14 @@ def in_part(
     optimizer: updates the parameters of one layer.
     trains: maps t, int32 [], to the trained layers; see `trained_next`.
   """
-  over_layers = {"blocks": jax.vmap, "embed": lambda f: f}
+  layered = over_layers(optimizer)
 
   def newer(mask: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return new if is_schedule(new) else chosen(mask, new, old)
 
   def init(params: PyTree) -> PyTree:
-    parts = {k: f(optimizer.init)({k: params[k]}) for k, f in over_layers.items()}
-    return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)), parts
+    count = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+    return count, layered.init(params)
 
   def update(
     grads: PyTree, state: PyTree, params: PyTree = None
@@ -95,12 +95,8 @@ def in_part(
       k: choose(partial(newer, masks[k]), new[k], old[k]) for k in new
     }
     zeros = jax.tree.map(jnp.zeros_like, grads)
-    updates, after = dict[str, PyTree](), dict[str, PyTree]()
     grads, _ = clip.update(where_trains(grads, zeros), optax.EmptyState())
-    for k, f in over_layers.items():
-      step = f(optimizer.update)
-      found, after[k] = step({k: grads[k]}, parts[k], {k: params[k]})
-      updates |= found
+    updates, after = layered.update(grads, parts, params)
     state = optax.ScaleByScheduleState(count + 1), where_trains(after, parts)
     return where_trains(updates, zeros), state
 

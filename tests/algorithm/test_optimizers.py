@@ -111,6 +111,32 @@ def test_parameters_decay_only_if_the_config_says_so(tiny, name):
   np.testing.assert_array_equal(update(inner), 0)
 
 
+@pytest.mark.parametrize(
+  "text",
+  [
+    "adafactor(min_dim_size_to_factor=2)",
+    "fromage",
+    "galore(rank=2)",
+    "lamb",
+    "lars",
+    "novograd",
+    "sm3",
+  ],
+)
+def test_a_layer_is_a_tensor_of_its_own(text):
+  optimizer = optimizers.make_outer(OuterConfig(text))
+  draw = np.random.default_rng(0).normal
+  scales = np.array([1, 10, 100])[:, None, None]
+  x_N, g_N = (jnp.float32(scales * draw(size=(3, 8, 8))) for _ in range(2))
+
+  def step(tree, x, g):
+    return optimizer.update(tree(g), optimizer.init(tree(x)), tree(x))[0]
+
+  stacked = step(lambda x: {"blocks": {"w": x}}, x_N, g_N)["blocks"]["w"]
+  alone = step(lambda x: {"embed": dict(enumerate(x))}, x_N, g_N)["embed"].values()
+  np.testing.assert_allclose(stacked, jnp.stack([*alone]), rtol=1e-4, atol=1e-6)
+
+
 def newton_schulz(x):
   """Five iterations towards the nearest orthogonal matrix (Jordan, 2024)."""
   x = x / (np.linalg.norm(x) + 1e-8)
