@@ -329,6 +329,9 @@ def test_jax_processes_unknown_to_the_peers_are_refused(tiny, tmp_path, monkeypa
   assert not list(tmp_path.iterdir())
 
 
+NOISY = "noisy_sgd(eta=0.01, gamma=0.5, key=0)"
+
+
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
@@ -337,6 +340,11 @@ def test_jax_processes_unknown_to_the_peers_are_refused(tiny, tmp_path, monkeypa
       {"inner.optimizer": "momo", "inner.weight_decay": 0.0},
       "inner.optimizer cannot step these",
     ),
+    (
+      {"inner.optimizer": NOISY, "inner.weight_decay": 0.0},
+      "inner.optimizer keeps a PRNG key",
+    ),
+    ({"outer.optimizer": NOISY}, "outer.optimizer keeps a PRNG key in its state"),
   ],
 )
 def test_a_mistake_in_an_optimizer_is_found_at_once(tiny, tmp_path, fields, message):

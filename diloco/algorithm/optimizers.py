@@ -311,8 +311,8 @@ def state_shardings(
     leading: the leading axis of the state, see `diloco.mesh.sharding`.
 
   Raises:
-    ConfigError: the optimizer needs more than gradients and parameters, or fsdp cannot
-      shard a large part of the state.
+    ConfigError: the optimizer needs more than gradients and parameters, its state has
+      a PRNG key, or fsdp cannot shard a large part of the state.
   """
   # Computes only shapes: the devices of a dry run cannot compute values.
   draw = lambda params: jax.eval_shape(optimizer.init, params)
@@ -325,6 +325,12 @@ def state_shardings(
       f"{field} cannot step these parameters ({reason}); choose an optimizer that needs"
       " gradients and parameters only."
     ) from error
+  is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  if any(map(is_key, jax.tree.leaves(state))):
+    raise ConfigError(
+      f"{field} keeps a PRNG key in its state, which no checkpoint can hold; choose an"
+      " optimizer that draws no random numbers."
+    )
   whole, fsdp = NamedSharding(mesh, P(*leading)), mesh.shape[FSDP]
   places = sharding.with_leading(sharding.shardings(params, mesh), leading)
   found = places_like(state, (params, places), whole=whole)
