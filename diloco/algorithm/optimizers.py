@@ -247,6 +247,12 @@ def _make(
         f"{field} is {text!r}, but {name} takes no argument {argument} here; choose"
         f" among {free}."
       )
+  used = {name: known[name].default for name in known} | arguments
+  if used.get("nesterov") and used.get("momentum", 0) is None:
+    raise ConfigError(
+      f"{field} is {text!r}, but without momentum optax ignores nesterov; give momentum"
+      " too, for example 0.9."
+    )
   try:
     made = factory(**given, **arguments)
   except (TypeError, ValueError) as error:

@@ -75,6 +75,7 @@ def test_adamw_by_hand(tiny, scaling, factor):
     ("adam(learning_rate=1.0)", "adam takes no argument learning_rate here"),
     ("dpsgd(noise_multiplier=1)", "which optax refuses"),
     ("sgd(momentum=-0.1)", r"whose momentum is -0\.1; give a number"),
+    ("sgd(nesterov=True)", "without momentum optax ignores nesterov; give momentum"),
     ("sgd(momentum=True)", "whose momentum is True; give a number"),
     ("adam(b2=1)", "whose b2 is 1; give a number of at least 0 and below 1"),
     ("adam(eps=1e400)", r"which has the number inf; give at most 3\.4e"),
