@@ -39,6 +39,10 @@ class FedPart(plugins.Extension):
     Rule("fedpart.on", None, "which freezes parameters", {"warm_start.steps": OFF}),
   )
 
+  def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
+    one = len(c.make_fragments()) == 1
+    return {"fedpart.on": (one, "the only fragment is always sent next")}
+
   def inner_optimizer(
     self,
     c: Config,

@@ -156,3 +156,8 @@ def test_a_warm_start_trains_everything(tiny):
   add_plugins(tiny, "warm_start")
   with pytest.raises(ConfigError, match=r"on is True, .* but warm_start.steps is 4"):
     make(tiny, **{"warm_start.steps": 4})
+
+
+def test_a_single_fragment_cannot_be_frozen(tiny):
+  with pytest.raises(ConfigError, match=r"on is True, but the only fragment is"):
+    make(tiny, algorithm="diloco")
