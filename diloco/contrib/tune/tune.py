@@ -40,7 +40,7 @@ from diloco.checkpoint.resume import coded_by_shard
 from diloco.config import Config, ConfigError, changed, command_line, resolve
 from diloco.config.resolve import leaves
 from diloco.mesh import memory, sharding
-from diloco.mesh.devices import make_mesh
+from diloco.mesh.devices import divide_cpu, make_mesh
 from diloco.model import attention
 from diloco.util.bar import make_bar
 from diloco.util.types import Json
@@ -194,7 +194,9 @@ def measure(
 
 
 def main(_: list[str]) -> None:
-  c, devices = resolve(_CONFIG.value), jax.devices()
+  c = resolve(_CONFIG.value)
+  divide_cpu(c.mesh.cpu_devices)  # As in a run.
+  devices = jax.devices()
   if not math.isfinite(_SECONDS.value):
     raise ConfigError(f"--seconds is {_SECONDS.value}; give a finite number.")
   out = sys.stderr if _FLAGS.value else None
