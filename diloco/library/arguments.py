@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from diloco.algorithm.optimizers import Outer
 from diloco.config import Config
@@ -106,6 +106,11 @@ def mesh_under(params_M: PyTree) -> Mesh:
 def check_mesh(mesh: Mesh, replicas: int) -> None:
   """Refuses a mesh over which the replicas cannot be spread."""
   is_ours = isinstance(mesh, Mesh) and mesh.axis_names == (REPLICA, FSDP)
+  if is_ours and {*mesh.axis_types} != {AxisType.Auto}:
+    raise ConfigError(
+      f"mesh is {mesh}, whose axes are not of type Auto; give one whose axes are, for"
+      " example from diloco.replica_mesh."
+    )
   if not is_ours or replicas % mesh.shape[REPLICA]:
     raise ConfigError(
       f"mesh is {mesh}; give one with the axes {REPLICA} and {FSDP}, the first of a"

@@ -302,6 +302,11 @@ def test_mistakes_are_named():
       {"mesh": jax.make_mesh((1,), ("data",))},
       r"mesh is Mesh\('data': 1.* divides 2 repl",
     ),
+    (
+      good,
+      {"mesh": jax.make_mesh((1, 1), ("replica", "fsdp"))},
+      "whose axes are not of type Auto; give one",
+    ),
   ]
   for params_M, given, message in cases:
     with pytest.raises(diloco.ConfigError, match=message):
