@@ -117,7 +117,9 @@ def _numbers(c: Config, log: Log, losses: dict[str, float], scores: Scores) -> J
 
 def note(c: Config) -> str:
   """Returns warnings about a misleading held-out loss; "" if there are none."""
-  return " ".join(filter(None, (_few_syncs(c) or _momentum(c), _in_both(c))))
+  return " ".join(
+    filter(None, (_few_syncs(c) or _momentum(c), _warm_up(c), _in_both(c)))
+  )
 
 
 def _in_both(c: Config) -> str:
@@ -153,6 +155,17 @@ def _momentum(c: Config) -> str:
   return (
     f"outer momentum {found:g} suits long runs, and a fragment has {syncs} syncs here;"
     " try 0.5 with outer.learning_rate=1.0, or 0.7 with 0.6 (docs/settings.md)."
+  )
+
+
+def _warm_up(c: Config) -> str:
+  """Returns a warning if the warm-up is longer than the schedule; else ""."""
+  if c.inner.warmup_steps <= c.schedule_steps:
+    return ""
+  return (
+    f"inner.warmup_steps is {c.inner.warmup_steps:,}, but the schedule ends at step"
+    f" {c.schedule_steps:,}, so the warm-up is cut and the learning rate never falls;"
+    " lower inner.warmup_steps, or train longer."
   )
 
 

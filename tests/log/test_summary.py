@@ -36,6 +36,15 @@ def test_the_papers_momentum_in_a_short_run_is_told(tiny, steps, told):
   assert summary.note(resolve(tiny)) == ""
 
 
+def test_a_warm_up_that_is_longer_than_the_schedule_is_told(tiny):
+  tiny.outer.optimizer, tiny.inner.warmup_steps = "sgd", 16
+  tiny.train.steps = 15
+  said = "inner.warmup_steps is 16, but the schedule ends at step 15,"
+  assert summary.note(resolve(tiny)).startswith(said)
+  tiny.train.steps = 16
+  assert summary.note(resolve(tiny)) == ""
+
+
 def test_held_out_documents_in_the_training_text_are_told(tiny, tmp_path):
   for i in range(40):  # The files 0 and 20 are held out.
     (tmp_path / f"{i:02}.txt").write_text(f"Document {20 if i == 7 else i:02}.")
