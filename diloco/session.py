@@ -402,7 +402,7 @@ def open_runs(
       for seed, own in {run.c.seed: run.c for run in runs}.items()
     }
     evaluation = Evaluation(c, mesh)
-    read = contents(c, evaluation.tokenizer, evaluation.held_out)
+    read = contents(c, evaluation.tokenizer, evaluation.held_out, evaluation.test)
     if peers.count > 1:
       check_same(peers, read, "give all the same text, tokenizer and tasks")
     whole = make_method(c, mesh)

@@ -15,6 +15,7 @@ from diloco.data.sources import tfds_builder, tfds_split
 from diloco.data.text_file import digest, sample
 from diloco.processes.agree import made_with
 from diloco.spec.fields import DataConfig
+from diloco.spec.plugins import NAMES
 from diloco.tokenizer.tokenizer import Tokenizer
 from diloco.tokenizer.vocabulary import TOKENIZER, read_manifest, split_folder
 from diloco.util.files import write
@@ -34,27 +35,31 @@ class Repeated(NamedTuple):
   share: float
 
 
-def contents(c: Config, tokenizer: Tokenizer, held_out: str) -> dict[str, str]:
+def contents(
+  c: Config, tokenizer: Tokenizer, held_out: str, test: str = ""
+) -> dict[str, str]:
   """Returns {what: digest or version} of all that a run uses besides its config.
 
-  The keys are `data.tokenizer`, `data.source`, the held-out tokens, the files of tasks,
-  and the keys of `made_with`.
+  The keys are `data.tokenizer`, `data.source`, the held-out tokens, the test tokens if
+  there are any, the files of tasks, and the keys of `made_with`.
 
   For `data.source`, reads only the size, the beginning and the end of each file; for a
   TFDS data set, reads the sizes in its description. So terabytes take seconds. If only
   the middle of a file changes and its size does not, the digest stays the same.
 
   Args:
-    held_out: `EvalSet.digest`.
+    held_out, test: `EvalSet.digest` of these tokens.
 
   Raises:
     ConfigError: a file is missing or cannot be read.
   """
   digests = {"data.tokenizer": tokenizer.sha256, HELD_OUT: held_out}
+  digests |= {"the test tokens": test} if test else {}
   with files_lib.reading():
     digests["data.source"] = digest(_parts(c.data, c.data.train_split))
   for task in map(str.strip, c.eval.tasks.split(",")):
-    if (path := pathlib.Path(task).expanduser()).is_file():
+    path = pathlib.Path(NAMES["eval.tasks"].get(task, task)).expanduser()
+    if path.is_file():
       digests[f"the task {task}"] = digest(sample(path))
   return digests | made_with(c)
 

@@ -38,7 +38,7 @@ class Evaluation:
 
   Attributes:
     tokenizer: the config's tokenizer.
-    held_out: digest of the held-out tokens; "" if no held-out text was loaded.
+    held_out, test: digests of the held-out and the test tokens; "" if not loaded.
 
   Raises:
     ConfigError: the held-out text or the items of a task are missing.
@@ -53,6 +53,7 @@ class Evaluation:
     self.held_out = self._eval_set.digest if self._eval_set else ""
     test = held_out and c.eval.test_tokens > 0
     self._test_set = make_eval_set(c, test=True) if test else None
+    self.test = self._test_set.digest if self._test_set else ""
     self.tokenizer = load_tokenizer(c.data.tokenizer)
     # {task: [(item, list with a `Continuation` for each of the item's choices)]}
     self._tasks = {

@@ -39,7 +39,8 @@ def of(tiny, **fields):
   tiny.data.update(fields)
   c = resolve(tiny)
   held_out = data_lib.make_eval_set(c).digest
-  return contents(c, data_lib.load_tokenizer(c.data.tokenizer), held_out)
+  test = data_lib.make_eval_set(c, test=True).digest if c.eval.test_tokens else ""
+  return contents(c, data_lib.load_tokenizer(c.data.tokenizer), held_out, test)
 
 
 def test_a_text_is_the_same_wherever_it_lies(tiny, folder, tmp_path):
@@ -75,20 +76,26 @@ def test_the_held_out_tokens_have_a_digest_of_their_own(tiny, folder):
     after = of(tiny, eval_source=f"files:{folder}")
     assert {w for w in after if after[w] != before[w]} == {HELD_OUT}
     before = after
+  tiny.eval.tokens = tiny.eval.test_tokens = 500
+  before = of(tiny, eval_source=f"files:{folder}")
+  (folder / "20.txt").write_text("Another text after the first held-out tokens.")
+  after = of(tiny, eval_source=f"files:{folder}")
+  assert {w for w in after if after[w] != before[w]} == {"the test tokens"}
 
 
 def test_the_files_of_tasks_and_plugins_are_known(tiny, tmp_path, monkeypatch):
   task, plugin = tmp_path / "items.jsonl", tmp_path / "my_mean.py"
   plugin.write_text(
     "from diloco.spec import plugins\nplugins.register('outer.average', 'mine', sum)\n"
+    "plugins.register('eval.tasks', 'of_plugin', '~/items.jsonl')\n"
   )
   task.write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}\n')
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.setenv("HOME", str(tmp_path))
-  tiny.plugins, tiny.eval.tasks = ("my_mean", "sparta"), "hellaswag, ~/items.jsonl"
+  tiny.plugins, tiny.eval.tasks = ("my_mean", "sparta"), "hellaswag, of_plugin"
   before = of(tiny)
   assert "the plug-in sparta" not in before  # A part of "the code of diloco".
-  for file, what in ((task, "the task ~/items.jsonl"), (plugin, "the plug-in my_mean")):
+  for file, what in ((task, "the task of_plugin"), (plugin, "the plug-in my_mean")):
     file.write_text(file.read_text() + "\n")
     after = of(tiny)
     assert {w for w in after if after[w] != before[w]} == {what}
