@@ -86,7 +86,7 @@ def check_backend(args: argparse.Namespace) -> None:
       f"--vectorize is {args.vectorize}, but {reason}; leave one of them out."
     )
   program = next(iter(shlex.split(launch)), "sbatch" if slurm else sys.executable)
-  if not args.dry_run and not shutil.which(program):
+  if not shutil.which(program):
     raise ConfigError(f"there is no command {program} here, which the runs need.")
   if workdir := str(args.workdir or ""):
     if not files.is_address(workdir):
@@ -209,8 +209,7 @@ def show(driver: Driver) -> None:
 def count(driver: Driver, args: argparse.Namespace) -> None:
   """Prints, per model size, the least number of runs to come, their FLOPs and hours.
 
-  FLOPs are 6 N for each token, as the papers count. With Slurm, the function also
-  writes a script that submits the first jobs.
+  FLOPs are 6 N for each token, as the papers count.
 
   Raises:
     ConfigError: a point has no valid config.
@@ -237,24 +236,6 @@ def count(driver: Driver, args: argparse.Namespace) -> None:
     "These are the fewest runs: each search begins at its best point. Hours of"
     f" {chip} at {MFU:.0%} of its peak, without evaluation and compilation."
   )
-  if slurm:
-    write_jobs(driver, args)
-
-
-def write_jobs(driver: Driver, args: argparse.Namespace) -> None:
-  """Writes the script of --dry_run, which submits the first jobs."""
-  check_backend(args)
-  if args.results is None:
-    raise ConfigError("--results is missing; give the folder that holds all runs.")
-  results = command.make_folder(args.results, "--results")
-  with table.alone(results):
-    runs = driver.prepare()
-  slurm = make_backend(args, driver.sweep, results)
-  assert isinstance(slurm, Slurm)
-  lines = [f"export {k}={shlex.quote(v)}" for k, v in slurm.environment.items()]
-  lines += [shlex.join(slurm.command(run)) for run in runs]
-  files.write(results / "submit.sh", "\n".join(["#!/bin/bash", *lines, ""]))
-  print(f"script       {results / 'submit.sh'} submits the first {len(runs)} of them")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

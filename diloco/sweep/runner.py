@@ -226,16 +226,6 @@ class Driver:
     name = table.digest(config)
     return Plan(point, self._names.get(name, name), config)
 
-  def prepare(self) -> list[pathlib.Path]:
-    """Makes the directories of the runs that come first, without starting the runs."""
-    plans = [
-      plan
-      for name, plan in self.todo(self.cells()).items()
-      if name not in self.rows or self.rows[name]["status"] != "running"
-    ]
-    revision = table.git_revision()
-    return [self._prepare(x, x.name, revision, starts=False) for x in plans]
-
   def _start(self, plans: Sequence[Plan]) -> None:
     revision = table.git_revision()  # The runs import the code as it is now.
     directories = [self._prepare(plan, plans[0].name, revision) for plan in plans]
@@ -246,10 +236,8 @@ class Driver:
         table.note(directory, running=False)
       raise
 
-  def _prepare(
-    self, plan: Plan, group: str, revision: str, starts: bool = True
-  ) -> pathlib.Path:
-    """Writes config and notes of a run that starts now or later; returns its folder."""
+  def _prepare(self, plan: Plan, group: str, revision: str) -> pathlib.Path:
+    """Writes config and notes of a run that starts now; returns its folder."""
     directory = self._path(plan.name)
     row = table.read_row(directory)
     files.write_json(directory / "config.json", plan.config)
@@ -259,9 +247,9 @@ class Driver:
       point=row["point"] or plan.point,
       group=group,
       revision=revision,
-      attempts=row["attempts"] + starts,
+      attempts=row["attempts"] + 1,
       vanished=row["vanished"],
-      running=starts,
+      running=True,
     )
     table.forget_end(directory)
     # Deletes the row that the point has if its config was not valid earlier.
