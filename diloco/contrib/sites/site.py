@@ -4,8 +4,7 @@ A site runs its inner steps at its own speed. After step t it sends its payload 
 round that is due. After step t + tau it merges that round: the payloads with which the
 group closed the round. A site is late if the group has closed rounds beyond the site's
 own step. A late site merges all these rounds and goes on at the group's step. A site
-with bad numbers sends nothing, or its payload is refused; in both cases it goes on with
-the group's parameters.
+whose payload was refused, because of bad numbers, goes on with the group's parameters.
 """
 
 import dataclasses
@@ -315,10 +314,8 @@ class Site(Method):
     return state
 
   def _payload(self, t: int, p: int, number: int, state: TrainState) -> TrainState:
-    """Runs lines 7 and 8, unless the round is closed or the site was just restored."""
+    """Runs lines 7 and 8, unless the round is closed."""
     sync, outer = self.sync, state.outer
-    if self._restored_at == t:
-      return state
     if number < self._link.newest()[0]:
       if number >= self._applied:  # The group did not wait for this site.
         self._miss(t)
@@ -327,16 +324,12 @@ class Site(Method):
     arrays = (state.params, outer.theta[p], outer.codec_state[p])
     first = self.part.first_replica
     payload, codec_state, metrics = unsharded.send(sync, t, p, *arrays, first)
-    norms = jnp.asarray(metrics["outer_grad_norm"]).addressable_shards
-    finite = all(bool(np.isfinite(x.data).all()) for x in norms)
-    parts = self.part.peers.all_gather([finite, self.batches.get_state()])
-    if self._restored_at is None and not all(ok for ok, _ in parts):
-      return self._restore(t, state, "its parameters are not finite")
+    parts = self.part.peers.all_gather(self.batches.get_state())
     data = np.asarray(sync.transport.carry(payload).addressable_data(0)).tobytes()
     steps = self._calendar.steps_behind(number, self._since, self._left_out)
     c = self.part.config
     per_step = c.tokens_per_step // c.replicas
-    position = {shard: [t, x] for _, part in parts for shard, x in part.items()}
+    position = {shard: [t, x] for part in parts for shard, x in part.items()}
     fields = {"tokens": steps * per_step, "per_step": per_step, "data": position}
     self._link.send(number, data, fields)
     self._pending[number] = before
@@ -413,7 +406,7 @@ class Site(Method):
     kept = self.sync.place.keep((theta, opt_state))
     state = dataclasses.replace(state, outer=state.outer.after_update(p, *kept))
     if sent and refused:
-      return self._restore(t, state, f"its payload of round {number} was refused")
+      return self._restore(t, number, state)
     return state
 
   def _outer_step(
@@ -431,13 +424,16 @@ class Site(Method):
     self._leave_out(t)
     self._link.ready(self._calendar.first_after(t))
 
-  def _restore(self, t: int, state: TrainState, reason: str) -> TrainState:
-    """Begins again after step t with the group's parameters, because of bad numbers.
+  def _restore(self, t: int, number: int, state: TrainState) -> TrainState:
+    """Begins again after step t, because the group refused the payload of a round.
 
-    The inner optimizer and the compressor begin with fresh states. Payloads in flight
-    still count, unless they are refused.
+    The parameters are the group's; the inner optimizer and the compressor begin with
+    fresh states. Payloads in flight still count, unless they are refused.
     """
-    self._print(f"goes on at step {t} with the group's parameters: {reason}.")
+    self._print(
+      f"goes on at step {t} with the group's parameters: its payload of round {number}"
+      " was refused."
+    )
     self._account["restored"] += 1
     self._restored_at = self._since = t
     self._pending.clear()

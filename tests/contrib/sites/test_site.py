@@ -327,46 +327,17 @@ def test_error_feedback_takes_back_a_payload_that_counts_nowhere():
   np.testing.assert_array_equal(counted, again)
 
 
-def test_a_site_that_diverges_goes_on_with_the_parameters_of_the_group():
-  player = Player().enter()
-  player.step()
-  assert player.site.recovers(player.t)
-  player.steps(1, factor=np.nan)
-  player.step()  # The send of round 0 finds it.
-  assert not player.link.sent
-  assert player.link.firsts == [0, 1]  # Nobody waits for its payload of round 0.
-  assert player.account("restored") == (1,)
-  assert player.learning_rate_count() == {EVERY}
-  player.assert_params_are_theta()
-  # The log sees the losses later.
-  assert player.site.recovers(EVERY)
-  assert not player.site.recovers(EVERY + 1)
-  player.miss()
-  player.steps(EVERY)
-  assert player.link.sent[1][1]["tokens"] == EVERY * 4 * 16
-  player.count(1)
-  player.steps(TAU)
-  assert player.received() == [(0, 1, 0), (1, 2, 1)]
-  assert player.account("lost", "contributed") == (0, 1)
-  assert player.site.recovers(EVERY + 1)  # A payload has counted since.
-
-
-def test_a_site_that_diverges_again_at_once_ends():
-  player = Player().enter()
-  player.steps(EVERY, factor=np.nan)
-  player.miss()
-  player.steps(EVERY, factor=np.nan)
-  assert player.account("restored") == (1,)
-  assert not player.site.recovers(2 * EVERY)  # So the log raises TrainingDiverged.
-  norms = [e.metrics["outer_grad_norm"] for e in player.events if e.kind == "send"]
-  assert np.isnan(norms).all()
-
-
-def test_a_site_whose_payload_was_refused_goes_on_with_the_parameters_of_the_group():
-  player = Player(**FEEDBACK, **{"model.param_dtype": "bfloat16"}).enter(steps=EVERY)
+@pytest.mark.parametrize("factor", [np.nan, 1.01])
+def test_a_site_whose_payload_was_refused_goes_on_with_the_parameters_of_the_group(
+  factor,
+):
+  player = Player(**FEEDBACK, **{"model.param_dtype": "bfloat16"}).enter(steps=2)
   types = jax.tree.map(lambda x: x.dtype, player.state)
+  player.steps(1, factor)
+  assert 0 in player.link.sent  # Otherwise the round would stay open.
   player.link.close({}, refused=(0, 1))
   theta = outer_state.digests(player.state.outer)
+  assert player.site.recovers(EVERY + TAU + 1)
   player.steps(TAU)
   assert player.received() == [(0, 0, 0)]
   # No payload counted, so the outer state is what it was.
@@ -378,6 +349,26 @@ def test_a_site_whose_payload_was_refused_goes_on_with_the_parameters_of_the_gro
   errors = jax.tree.leaves(player.state.outer.codec_state)
   assert errors
   assert not any(np.any(x) for x in errors)
+  # The log sees the losses later.
+  assert player.site.recovers(EVERY + TAU)
+  assert not player.site.recovers(EVERY + TAU + 1)
+  player.step()
+  assert player.link.sent[1][1]["tokens"] == 4 * 16  # One step since then.
+  player.count(1)
+  player.steps(TAU)
+  assert player.account("lost", "contributed") == (0, 1)
+  assert player.site.recovers(EVERY + TAU + 1)  # A payload has counted since.
+
+
+def test_a_site_that_diverges_again_at_once_ends():
+  player = Player().enter()
+  player.steps(EVERY, factor=np.nan)
+  player.link.close({1: player.other()}, refused=(0,))
+  player.steps(EVERY, factor=np.nan)
+  assert player.account("restored") == (1,)
+  assert not player.site.recovers(2 * EVERY)  # So the log raises TrainingDiverged.
+  norms = [e.metrics["outer_grad_norm"] for e in player.events if e.kind == "send"]
+  assert np.isnan(norms).all()
 
 
 def test_a_newcomer_starts_from_the_snapshot():
