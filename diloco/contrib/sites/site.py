@@ -173,9 +173,8 @@ class Site(Method):
       self._offer(state)  # The first site's outer state becomes the group's.
       # Goes back to the step before the first open round: the site must train
       # again from there to send that round.
-      step = calendar.step_before(self._link.newest()[1])
-      if not step:  # Round 0 is open, if the run has rounds.
-        step = calendar.rounds[0][0] - 1 if calendar.rounds else t
+      number, rounds = self._link.newest()[1], calendar.rounds
+      step = rounds[number][0] - 1 if number < len(rounds) else t
       return (step, _at_step(state, step)) if t > step else (t, state)
     step = self._since = calendar.step_before(welcome.round)
     self._account["skipped_steps"] += max(step - t, 0)

@@ -399,7 +399,7 @@ def test_a_restarted_site_repeats_no_step_that_the_group_has():
   player.link.answer = Welcome(6, {"0": [24, {"position": 9}]}, b"")
   player.enter(start=21)  # Has merged the rounds up to step 18.
   assert player.link.hello == 6
-  assert player.t == 18  # Round 6 of step 21 is open: the site sends it again.
+  assert player.t == 20  # Round 6 of step 21 is open: the site sends it again.
   assert player.batches.state == {"0": {"position": 9}}
   player = Player()
   player.link.answer = Welcome(6, {"0": [21, {"position": 9}]}, b"")
