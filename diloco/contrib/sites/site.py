@@ -166,7 +166,8 @@ class Site(Method):
       ConfigError: another process runs this site, or the group is of another run.
     """
     calendar, taus = self._calendar, self.sync.schedule.taus
-    self._applied = self._taken = calendar.first_after(t - min(taus))
+    self._applied = calendar.first_after(t - min(taus))
+    self._taken = calendar.first_after(t - max(taus))
     welcome = self._link.join(self._applied, outer_state.digests(state.outer))
     place = self._find_text(t, welcome.data)
     if not welcome.snapshot:
@@ -213,18 +214,16 @@ class Site(Method):
     A late site goes to the group's step. A site sends and merges after every step of
     the group, also after the steps that it does not train.
     """
-    self._events, first = [], t
+    self._events, first, step, last = [], t, t, self.part.config.train.steps
+    trains = lambda t: self._calendar.trains(t) and t not in self._left_out
     t, state = self._outer(t, state)
-    last = self.part.config.train.steps
-    while t < last and not self._trains(t + 1):
-      self._account["skipped_steps"] += t + 1 in self._left_out
-      t, state = self._outer(t + 1, _at_step(state, t + 1))
+    while step <= t < last and not trains(t + 1):
+      step = t + 1
+      self._account["skipped_steps"] += step in self._left_out
+      t, state = self._outer(step, _at_step(state, step))
     if reaches(first, t, self.part.config.checkpoint.every):
       self._offer(state)
     return t, state, self._events
-
-  def _trains(self, step: int) -> bool:
-    return self._calendar.trains(step) and step not in self._left_out
 
   def _leave_out(self, t: int) -> None:
     """Leaves out the next step after t that the site would train.
@@ -245,7 +244,9 @@ class Site(Method):
     for p in self.sync.schedule.sends(t):
       state = self._send(t, p, state)
     state, arrived = self._arrivals(t, state)
-    return self._catch_up(t, state) if arrived else (t, state)
+    if not arrived:  # A signal came, but step t contains the merge.
+      return t - 1, _at_step(state, t - 1)
+    return self._catch_up(t, state)
 
   def _arrive(self, t: int, state: TrainState) -> tuple[int, TrainState]:
     """Takes part in the rounds from now on, after the site's first step."""

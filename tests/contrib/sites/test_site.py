@@ -409,6 +409,17 @@ def test_a_restarted_site_repeats_no_step_that_the_group_has():
   assert player.batches.state == {"0": {"position": 0}}
 
 
+def test_a_restarted_site_merges_a_round_in_the_replicas_that_have_not():
+  taus = {"replicas": 4, "sites.count": 2, "overlap.taus": (1, 2, 1, 2)}
+  player = Player(**taus)
+  player.link.answer = Welcome(1, {}, b"")
+  player.enter(start=EVERY + 1)  # Replica 0 has merged round 0.
+  player.steps(1)
+  [theta], x_M = player.state.outer.theta, player.state.params
+  same = jax.tree.map(lambda x_M, x: np.array_equal(x_M[1], x), x_M, theta)
+  assert jax.tree.all(same)
+
+
 def test_a_site_sends_the_first_round_again_if_no_round_is_closed():
   player = Player()
   player.link.answer = Welcome(0, {}, b"")
@@ -448,5 +459,14 @@ def test_a_signal_ends_every_wait():
   assert 0 in player.link.sent
   player.step()
   player.step(ending=True)
-  assert player.t == EVERY + TAU
+  assert player.t == EVERY + TAU - 1  # The step before the merge.
+  assert player.learning_rate_count() == {player.t}
   assert player.received() == []
+  again = Player()
+  again.state = player.state
+  again.enter(start=player.t)
+  assert again.link.hello == 0  # It has merged no round.
+  # A merge after a step that the site does not train.
+  slow = Player(**{"sites.pace": 0.5, "overlap.tau": 1}).enter(steps=1)
+  slow.step(ending=True)
+  assert slow.t == EVERY
