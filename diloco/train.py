@@ -51,8 +51,8 @@ def loop(session: Session) -> Json:
   `diloco.together`, which trains several runs at once, uses this loop, too.
   """
   method = session.method
-  t, state = session.start()
   try:
+    t, state = session.start()
     while t < session.last:
       steps = session.span(t, state)
       state, metrics = method.inner(steps, state, session.take(steps))

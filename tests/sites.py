@@ -154,7 +154,8 @@ class Player:
 
   def join(self) -> "Player":
     digests = outer_state.digests(self.outer)
-    self.welcome = in_time(lambda: self.link.join(self.applied, digests))
+    stay = lambda: False
+    self.welcome = in_time(lambda: self.link.join(self.applied, digests, stay))
     self.take(self.welcome)
     if not self.welcome.snapshot:
       self.offer()

@@ -55,10 +55,8 @@ class SharedLink:
   def inside(self) -> int:
     return self._link.inside if self._link else 0
 
-  def join(self, applied: int, digests: list[int]) -> Welcome:
-    welcome = self._share(self._link.join(applied, digests) if self._link else None)
-    assert welcome is not None
-    return welcome
+  def join(self, *args: Any) -> Welcome | None:
+    return self._share(self._link.join(*args) if self._link else None)
 
   def closed(self, number: int) -> Closed:
     header, body = None, None

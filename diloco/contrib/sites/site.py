@@ -164,11 +164,15 @@ class Site(Method):
 
     Raises:
       ConfigError: another process runs this site, or the group is of another run.
+      Stopped: a signal came first.
     """
     calendar, taus = self._calendar, self.sync.schedule.taus
     self._applied = calendar.first_after(t - min(taus))
     self._taken = calendar.first_after(t - max(taus))
-    welcome = self._link.join(self._applied, outer_state.digests(state.outer))
+    digests, received = outer_state.digests(state.outer), self.stop.received
+    welcome = self._link.join(self._applied, digests, received)
+    if not welcome:
+      raise Stopped
     place = self._find_text(t, welcome.data)
     if not welcome.snapshot:
       self._offer(state)  # The first site's outer state becomes the group's.

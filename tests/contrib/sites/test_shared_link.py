@@ -31,7 +31,7 @@ class FakeLink:
     self.told, self.welcomes = [], [None, Welcome(7, {}, b"")]
     self.closed = {3: CLOSED, 4: EMPTY}.__getitem__
     self.newest, self.absent = lambda: (4, 5), lambda: [1]
-    self.join = lambda applied, digests: WELCOME
+    self.join = lambda applied, digests, stopping: WELCOME
     self.wait_until = lambda number, stopping: not stopping()
     self.wait_for_start = lambda stopping: not stopping()
     self.welcome = lambda: self.welcomes.pop(0)
@@ -62,7 +62,7 @@ def site():
 @pytest.mark.parametrize(
   ("call", "answer"),
   [
-    (lambda link: link.join(0, []), WELCOME),
+    (lambda link: link.join(0, [], None), WELCOME),
     (lambda link: link.closed(3), CLOSED),
     (lambda link: link.closed(4), EMPTY),
     (lambda link: [*link.newest()], [4, 5]),

@@ -12,6 +12,7 @@ import pytest
 from conftest import FEEDBACK, update
 from process_config import get_config
 
+from diloco import train
 from diloco.algorithm.method import make_method
 from diloco.config import resolve
 from diloco.contrib.sites import outer_state
@@ -44,9 +45,9 @@ class Link:
     self.absent = lambda: self.missing
     self.wait_for_start = lambda stopping: not stopping()
 
-  def join(self, applied, digests):
+  def join(self, applied, digests, stopping):
     self.hello, self.base = applied, self.answer.round
-    return self.answer
+    return None if stopping() else self.answer
 
   def send(self, number, data, fields):
     self.sent[number] = data, fields
@@ -452,7 +453,14 @@ def test_a_run_of_which_a_site_took_no_part_is_no_success():
 
 
 def test_a_signal_ends_every_wait():
-  player = Player().enter()
+  player = Player()
+  player.ending = True
+  start, left = lambda: player.site.enter(0, player.state), []
+  session = types.SimpleNamespace(method=None, start=start, leave=left.append)
+  assert train.loop(session) == {}
+  assert len(left) == 1
+  player.ending = False
+  player.enter()
   player.step(ending=True)
   assert player.t == 1
   player.steps(2)

@@ -112,8 +112,10 @@ class Link:
 
   # The training thread calls these methods.
 
-  def join(self, applied: int, digests: list[int]) -> Welcome:
-    """Joins the group, and waits for its welcome.
+  def join(
+    self, applied: int, digests: list[int], stopping: Callable[[], bool]
+  ) -> Welcome | None:
+    """Joins the group, and waits for its welcome; None if `stopping()` comes first.
 
     Args:
       applied: rounds below this number are in the outer state of the site.
@@ -125,10 +127,8 @@ class Link:
     self._own = applied, digests
     self._thread = threading.Thread(target=self._run, daemon=True, name="link")
     self._thread.start()
-    self._wait(lambda: self._welcome is not None)
-    welcome = self.welcome()
-    assert welcome is not None
-    return welcome
+    self._wait(lambda: self._welcome is not None or stopping())
+    return self.welcome()
 
   def ready(self, first: int) -> None:
     """Says that the site will send round `first` and all later rounds."""

@@ -358,6 +358,12 @@ def test_a_damaged_snapshot_is_named_until_it_is_repaired(
   new.leave()
 
 
+def test_a_signal_ends_the_wait_for_a_group_that_has_no_state(tmp_path):
+  player = Player(ALL, Late(tmp_path), 0)
+  assert in_time(lambda: player.link.join(0, [], lambda: True)) is None
+  player.leave()
+
+
 def test_a_folder_without_the_rounds_of_a_site_is_refused(start):
   said = "PATH, which has no closed round, but this site"
   with pytest.raises(ConfigError, match=said):
