@@ -132,9 +132,10 @@ class Holder:
       seen.changed_at = now if seen.looked else -math.inf
       seen.record = record
     seen.looked = True
-    self._come_or_go(rounds, site, now - seen.changed_at < self._config.lost_s)
+    # First, because perhaps only the farewell of a site names its last payload.
     if seen.session and record:
       await self._take(rounds, site, record["sent"])
+    self._come_or_go(rounds, site, now - seen.changed_at < self._config.lost_s)
 
   def _come_or_go(self, rounds: Rounds, site: int, is_fresh: bool) -> None:
     """Tells `Rounds` whether a site takes part, and which rounds it will send."""

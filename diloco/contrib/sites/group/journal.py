@@ -113,8 +113,8 @@ class Journal:
 
   def find(self, number: int) -> Closed | None:
     """Returns a round; None if its file is missing or damaged."""
-    if number in self._recent:
-      return self._recent[number]
+    if closed := self._recent.get(number):  # Another thread may drop it.
+      return closed
     found = read(self._storage, path_of(number))
     with contextlib.suppress(*_DAMAGE):
       return closed_of(*found) if found else None

@@ -1,5 +1,6 @@
 """Sites that share a folder: rounds, late sites, holders that are killed or wake up."""
 
+import asyncio
 import functools
 import itertools
 import threading
@@ -15,12 +16,15 @@ from sites import (
   fields_of,
   in_time,
   make_calendar,
+  payload,
   play,
 )
 
 from diloco.contrib.sites.group import journal, lease
 from diloco.contrib.sites.group import link as link_lib
-from diloco.contrib.sites.group.records import pack
+from diloco.contrib.sites.group.holder import Holder
+from diloco.contrib.sites.group.journal import Journal
+from diloco.contrib.sites.group.records import pack, payload_of, record_of
 from diloco.errors import ConfigError
 from diloco.wire.transport import ExchangeFailed
 
@@ -285,6 +289,21 @@ def test_a_payload_that_cannot_be_one_counts_nowhere(start, fields):
   first.receive(2)
   assert first.members[1] == (0, 1)
   assert first.link.absent() == []
+
+
+def test_a_payload_that_only_the_farewell_of_its_site_names_counts(tmp_path):
+  storage, calendar = Brisk(tmp_path), make_calendar(2)
+  holder = Holder(storage, calendar, Journal(storage), True, print)
+  rounds, _ = holder._start()
+  record = {"session": "x", "ready": 0, "digests": {}}
+  data = pack(fields_of(calendar, 1, 0), payload(calendar, 1, 0))
+  storage.put(payload_of(0, 1), data)
+  for beat, (sent, reason) in enumerate([([], ""), ([], ""), ([0], "stopped")]):
+    more = {"beat": beat, "sent": sent, "reason": reason}
+    storage.put(record_of(1), pack(record | more))
+    asyncio.run(holder._look(rounds, 1))
+  assert rounds.has(1, 0)
+  assert holder._seen[1].session == ""
 
 
 def test_a_second_process_of_a_site_ends(start):
