@@ -332,7 +332,7 @@ def make_streaming(
       outer_optimizer, sharding.abstract(part, "float32"), mesh
     )
   step = OuterStep(outer.outer_step)
-  for extension in c.extensions:
+  for extension in sorted(c.extensions, key=lambda x: x.wraps_last):
     step = extension.wrap(c, step)
   return Streaming(
     schedule=schedule or c.make_schedule(),

@@ -193,9 +193,11 @@ class Extension:
 
   Attributes:
     rules: combinations of fields that work, see `Rule`.
+    wraps_last: whether `wrap` gets the outer step of all other plug-ins.
   """
 
   rules: ClassVar[tuple[Rule, ...]] = ()
+  wraps_last: ClassVar[bool] = False
 
   def fill_in(self, c: "Config") -> dict[str, object]:
     """Returns values for other fields, {field: value}; `c.train.steps` is set.

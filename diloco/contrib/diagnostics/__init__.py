@@ -19,6 +19,7 @@ class Diagnostics(plugins.Extension):
   # n = 4 costs 1.1 to 1.3% of the sample run's time. Skips final syncs. 0: never.
   every: Count = 0
 
+  wraps_last = True
   rules = (
     Rule("diagnostics.every", None, "which compares replicas on devices", ON_DEVICES),
   )

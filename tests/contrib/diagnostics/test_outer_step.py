@@ -133,13 +133,11 @@ def test_the_outer_step_of_another_plugin_is_measured_in_any_order(tiny):
     c = resolve(tiny)
     return make_streaming(c, make_mesh(c, jax.devices()[:1])).outer_step.run
 
-  measured = step_of("warm_start", "diagnostics")
-  assert isinstance(measured, MeasuredStep)
-  assert measured.step.func is warm_start.outer_step
-  assert measured.step.keywords["step"] is outer_step
-  warm = step_of("diagnostics", "warm_start")
-  assert warm.func is warm_start.outer_step
-  assert warm.keywords["step"] == MeasuredStep(resolve(tiny), 2, outer_step)
+  for names in (("warm_start", "diagnostics"), ("diagnostics", "warm_start")):
+    measured = step_of(*names)
+    assert isinstance(measured, MeasuredStep)
+    assert measured.step.func is warm_start.outer_step
+    assert measured.step.keywords["step"] is outer_step
 
 
 @pytest.mark.slow("compiles for each replica")
