@@ -19,6 +19,7 @@ import numpy as np
 
 from diloco.algorithm.method import Method
 from diloco.algorithm.optimizers import at_step
+from diloco.algorithm.outer import outer_step
 from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import Event, TrainState, replaced
 from diloco.algorithm.sync_metrics import Metrics
@@ -64,6 +65,12 @@ class SitePart:
     return config_of(self.config, self.index)
 
   def method(self, method: Method, batches: Batches, stop: Stop) -> Method:
+    c, run = self.config, method.sync.outer_step.run
+    if run is not outer_step or c.averages or c.joint_steps:
+      raise ConfigError(
+        f"overlap.transport is sites, but one of plugins={c.plugins} has a `wrap` or a"
+        " `schedule`, which sites do not call; choose device, or leave it out."
+      )
     return Site(method.c, method.sync, self, batches, stop)
 
 

@@ -15,7 +15,7 @@ from process_config import get_config
 from diloco import train
 from diloco.algorithm.method import make_method
 from diloco.config import resolve
-from diloco.contrib.sites import outer_state
+from diloco.contrib.sites import SitesConfig, outer_state
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.contrib.sites.group.journal import Closed
 from diloco.contrib.sites.group.link import Welcome
@@ -224,6 +224,13 @@ def test_a_site_sends_after_its_first_step_if_the_group_has_begun(is_told):
   player.step(is_told)
   assert player.t == EVERY
   assert list(player.link.sent) == ([] if is_told else [0])
+
+
+def test_an_outer_step_of_a_plugin_is_refused(monkeypatch):
+  wrap = lambda self, c, step: dataclasses.replace(step, run=print)
+  monkeypatch.setattr(SitesConfig, "wrap", wrap)
+  with pytest.raises(ConfigError, match=r"one of plugins=\('sites',\) has a `wrap` or"):
+    Player()
 
 
 def test_a_slow_site_of_a_small_batch_sends_and_merges_by_the_schedule_of_the_group():
