@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -61,8 +61,14 @@ class Part(Replicas, Protocol):
   def own_config(self) -> Config:
     """Returns the config by which this part trains."""
 
-  def method(self, method: Method, batches: Batches, stop: Stop) -> Method:
-    """Returns a method that trains like `method` and exchanges with other parts."""
+  def method(
+    self, method: Method, batches: Batches, stop: Stop, contents: Mapping[str, str]
+  ) -> Method:
+    """Returns a method that trains like `method` and exchanges with other parts.
+
+    Args:
+      contents: `diloco.data.contents` of this part.
+    """
 
 
 class Run:
@@ -406,7 +412,7 @@ def open_runs(
     if peers.count > 1:
       check_same(peers, read, "give all the same text, tokenizer and tasks")
     whole = make_method(c, mesh)
-    method = part.method(whole, batches[c.seed], stop) if part else whole
+    method = part.method(whole, batches[c.seed], stop, read) if part else whole
     for run in runs:
       check_own(run.workdir)
       make_shared(run.workdir, run.peers)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from diloco.contrib.sites import outer_state, unsharded
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.contrib.sites.group.journal import Closed
 from diloco.contrib.sites.group.link import Link, Welcome
-from diloco.contrib.sites.group.open import open_group
+from diloco.contrib.sites.group.open import check_contents, open_group
 from diloco.contrib.sites.measure import measurer
 from diloco.contrib.sites.shared_link import SharedLink
 from diloco.data.batches import Batches
@@ -49,6 +49,7 @@ class SitePart:
     index: number of the site.
     link: the link to the group.
     peers: the processes of this site.
+    check: refuses another text or tokenizer than that of the group.
     first_replica: number of the site's first replica.
   """
 
@@ -56,6 +57,7 @@ class SitePart:
   index: int
   link: Link | SharedLink
   peers: Peers
+  check: Callable[[Mapping[str, str]], None] = lambda contents: None
 
   def __post_init__(self) -> None:
     self.first_replica = self.index * Calendar(self.config).replicas_per_site
@@ -64,7 +66,10 @@ class SitePart:
     """Returns the config by which this site trains."""
     return config_of(self.config, self.index)
 
-  def method(self, method: Method, batches: Batches, stop: Stop) -> Method:
+  def method(
+    self, method: Method, batches: Batches, stop: Stop, contents: Mapping[str, str]
+  ) -> Method:
+    self.check(contents)
     c, run = self.config, method.sync.outer_step.run
     if run is not outer_step or c.averages or c.joint_steps:
       raise ConfigError(
@@ -97,7 +102,8 @@ def make_part(c: Config, index: int, address: str) -> Callable[[Peers], SitePart
     args = (storage, address, calendar, index, measure, print_line)
     link = None if peers.index else Link(*args)
     shared = link if link and peers.count == 1 else SharedLink(link, peers)
-    return SitePart(as_all(c), index, shared, peers)
+    check = functools.partial(check_contents, storage, address)
+    return SitePart(as_all(c), index, shared, peers, check)
 
   return make
 

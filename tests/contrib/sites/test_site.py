@@ -123,7 +123,7 @@ class Player:
     )
     part = SitePart(as_all(self.calendar.config), 0, self.link, peers)
     stop = types.SimpleNamespace(received=lambda: self.ending)
-    self.site = part.method(method, self.batches, stop)
+    self.site = part.method(method, self.batches, stop, {})
     self.t, self.events = 0, []
 
   def enter(self, start=0, steps=0):

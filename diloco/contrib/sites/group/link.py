@@ -4,6 +4,7 @@ One thread writes the site's payloads and its record, and reads the closed round
 the site has the lease, the thread also closes the rounds of the group (`holder.py`).
 
   config.json            config of the run
+  contents.json          digests of its text and its tokenizer
   lease                  which site closes rounds; which rounds are kept (`lease.py`)
   sites/K                whether site K is there, and what it has sent (`records.py`)
   payloads/ROUND.site-K  a payload, until its round is closed

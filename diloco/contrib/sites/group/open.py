@@ -1,14 +1,16 @@
-"""Opens the storage of a group, and compares its config with that of a site. No JAX."""
+"""Opens the storage of a group, and compares what a site reads. No JAX."""
 
 import contextlib
 import json
+from collections.abc import Mapping
 
 from diloco.checkpoint import resume
 from diloco.config import Config
 from diloco.contrib.sites.calendar import config_of
 from diloco.errors import ConfigError
-from diloco.log.metrics import CONFIG
+from diloco.log.metrics import CONFIG, CONTENTS
 from diloco.util.storage import Storage, open_storage
+from diloco.util.types import Json
 
 
 def open_group(c: Config, site: int, address: str) -> Storage:
@@ -22,19 +24,41 @@ def open_group(c: Config, site: int, address: str) -> Storage:
     OSError: the file system or the network fails, perhaps not for long.
   """
   config_of(c, site)
-  storage, own, found = open_storage(address, "--group"), c.to_dict(), None
-  storage.create(CONFIG, (json.dumps(own, indent=2) + "\n").encode())
-  with contextlib.suppress(RecursionError, ValueError):
-    found = json.loads(storage.get(CONFIG) or b"")
-  if not isinstance(found, dict):
-    raise ConfigError(
-      f"--group is {address}, whose {CONFIG} cannot be read; restore it from a copy, or"
-      " give an empty folder."
-    )
-  if changes := resume.differing(found, own):
+  storage, own = open_storage(address, "--group"), c.to_dict()
+  if changes := resume.differing(_first(storage, address, CONFIG, own), own):
     lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
     raise ConfigError(
       f"--group is {address}, where a run with another config is ({lines}); give the"
       " same config, or another folder."
     )
   return storage
+
+
+def check_contents(storage: Storage, address: str, read: Mapping[str, str]) -> None:
+  """Refuses a site that reads another text or has another tokenizer than the first.
+
+  Args:
+    read: `diloco.data.contents` of the site.
+
+  Raises:
+    ConfigError: see above.
+  """
+  own = {what: read[what] for what in ("data.tokenizer", "data.source")}
+  found = _first(storage, address, CONTENTS, own)
+  if others := [what for what in own if found.get(what) != own[what]]:
+    raise ConfigError(
+      f"--group is {address}, where {' and '.join(others)} had other contents under the"
+      " same name; give this site the files of the others, or another folder."
+    )
+
+
+def _first(storage: Storage, address: str, name: str, own: Json) -> Json:
+  """Returns the JSON object in a file, which the first site writes."""
+  storage.create(name, (json.dumps(own, indent=2) + "\n").encode())
+  with contextlib.suppress(RecursionError, ValueError):
+    if isinstance(found := json.loads(storage.get(name) or b""), dict):
+      return found
+  raise ConfigError(
+    f"--group is {address}, whose {name} cannot be read; restore it from a copy, or"
+    " give an empty folder."
+  )

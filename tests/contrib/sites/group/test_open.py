@@ -8,8 +8,9 @@ import pytest
 from sites import make_calendar
 
 from diloco.config.command_line import load_config
-from diloco.contrib.sites.group.open import open_group
+from diloco.contrib.sites.group.open import check_contents, open_group
 from diloco.errors import ConfigError
+from diloco.util.storage import Folder
 
 CONFIG = make_calendar().config
 
@@ -24,6 +25,13 @@ def test_the_first_site_writes_the_config_and_the_others_compare(tmp_path):
   said = r"where a run with another config is \(.*train.steps: 40 -> 44.*\); give"
   with pytest.raises(ConfigError, match=said):
     open_group(other, 0, group)
+  storage = Folder(tmp_path / "group")
+  read = {"data.tokenizer": "a", "data.source": "b"}
+  for more in ({}, {"jax": "of another version"}):
+    check_contents(storage, "PATH", read | more)
+  for what in read:
+    with pytest.raises(ConfigError, match=f"where {what} had other contents under"):
+      check_contents(storage, "PATH", read | {what: "c"})
   (tmp_path / "group/config.json").write_text("{")
   with pytest.raises(ConfigError, match=r"whose config.json cannot be read; restore"):
     open_group(CONFIG, 0, group)
