@@ -20,6 +20,8 @@ REQUESTS = 16  # The most requests at the same time.
 # Folders of a run, or of a group of sites, that are not copied: they are large. So are
 # the files *.state of a group.
 _LARGE = {"checkpoints", "unreadable", "payloads"}
+# The first bytes of a closed round of a group that are copied: more than its header.
+_HEADER = 1 << 20
 
 
 def local_copy(
@@ -58,7 +60,8 @@ def local_copy(
   }
 
   def copy(name: str) -> None:
-    if (data := storage.get(name)) is not None:
+    most = _HEADER if name.endswith(".round") else 0
+    if (data := storage.get(name, most)) is not None:
       path = folder / name
       path.parent.mkdir(parents=True, exist_ok=True)
       path.write_bytes(data)

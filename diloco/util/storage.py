@@ -160,9 +160,11 @@ class Bucket(Storage):
     """Returns a store that waits long enough: no answer comes before the last byte."""
     return self._make_store(_SILENT_S << (len(data) // _UPLOAD).bit_length())
 
-  def get(self, name: str) -> bytes | None:
+  def get(self, name: str, most: int = 0) -> bytes | None:
+    """Returns the bytes of a file, or only its first `most` bytes."""
+    options: Any = {"range": (0, most)} if most else None
     with self._request(), contextlib.suppress(FileNotFoundError):
-      return bytes(self._obstore.get(self._store, name).bytes())
+      return bytes(self._obstore.get(self._store, name, options=options).bytes())
     return None
 
   def put(self, name: str, data: bytes) -> None:

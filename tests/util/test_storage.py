@@ -9,6 +9,7 @@ from concurrent import futures
 import pytest
 
 from diloco.errors import ConfigError
+from diloco.util import remote
 from diloco.util import storage as storage_lib
 from diloco.util.storage import Bucket, Folder, open_storage
 
@@ -114,6 +115,16 @@ def test_a_request_without_an_answer_fails(s3, tmp_path, monkeypatch):
   with pytest.raises(OSError, match="journal/0"):
     storage.put("journal/0", b"one")
   s3.goes_on.set()
+
+
+def test_of_closed_rounds_only_the_headers_are_copied(s3, tmp_path):
+  address = f"s3://bucket/{tmp_path.name}"
+  storage = open_storage(address, "--group")
+  storage.put("journal/0.round", b"head\n" + bytes(2 << 20))
+  storage.put("lease", b"one")
+  copy = remote.local_copy(address, "GROUP")
+  assert (copy / "journal/0.round").read_bytes() == b"head\n" + bytes((1 << 20) - 5)
+  assert (copy / "lease").read_bytes() == b"one"
 
 
 def test_a_large_upload_has_more_time_for_its_answer():
