@@ -457,7 +457,7 @@ def open_runs(
       latest = lambda run=run: run.checkpoints.latest
       run.log = Log(run.c, run.workdir, record, latest, run.peers, read)
       stack.enter_context(contextlib.closing(run.log))
-      run.log.note, run.log.recovers = method.note, method.recovers
+      run.log.recovers = method.recovers
     states = [stored.arrays for stored in restored if stored]
     del restored
     first = None if states else first_params(c, mesh)

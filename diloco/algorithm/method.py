@@ -197,10 +197,6 @@ class Method:
     del t
     return False
 
-  def note(self) -> str:
-    """Returns a text that is added to the progress line."""
-    return ""
-
   def account(self, summary: Json) -> Json:
     """Returns the fields that this method adds to a run's summary, or changes in it."""
     del summary

@@ -45,7 +45,6 @@ class Log:
     workdir: folder of the files.
     peers: the processes that train the run.
     ledger: bytes of all steps so far.
-    note: returns more text for the progress line.
     recovers: `Method.recovers`.
     mixtures: `Record.mixtures` of the run.
     contents: `diloco.data.contents` of the run.
@@ -89,7 +88,6 @@ class Log:
     self._at = c.train.steps  # Last reported step; at first, the run's last step.
     self._last_sync = "no sync yet"
     self._bar: tqdm.tqdm | None = None
-    self.note: Callable[[], str] = lambda: ""
     self.recovers: Callable[[int], bool] = lambda t: False
 
   def launched(
@@ -243,11 +241,8 @@ class Log:
         values["mfu"] = flops / (peak * jax.device_count())
       self._writer.write("step", t, values)
     if self._bar:
-      note = f", {more}" if (more := self.note()) else ""
-      self._bar.set_postfix_str(
-        f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, {self._last_sync}{note}",
-        refresh=False,
-      )
+      text = f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, {self._last_sync}"
+      self._bar.set_postfix_str(text, refresh=False)
 
   def _check_finite(self, t: int, per_replica: list, name: str) -> None:
     for m, value in per_replica:

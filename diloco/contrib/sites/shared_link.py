@@ -51,10 +51,6 @@ class SharedLink:
     """
     self._link, self._peers = link, peers
 
-  @property
-  def inside(self) -> int:
-    return self._link.inside if self._link else 0
-
   def join(self, *args: Any) -> Welcome | None:
     return self._share(self._link.join(*args) if self._link else None)
 

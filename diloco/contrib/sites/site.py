@@ -169,9 +169,6 @@ class Site(Method):
     """
     return self._restored_at is None or t <= self._restored_at
 
-  def note(self) -> str:
-    return f"{self._link.inside} of {self._calendar.sites} sites"
-
   def enter(self, t: int, state: TrainState) -> tuple[int, TrainState]:
     """Joins the group with the site's own checkpoint of step t, or its first state.
 

@@ -29,8 +29,6 @@ EVERY, TAU = 3, 2  # As in process_config.
 class Link:
   """Has the methods of a real link; the tests say which rounds are closed."""
 
-  inside = 2
-
   def __init__(self, calendar):
     self.calendar = calendar
     self.rounds = list[Closed]()

@@ -46,7 +46,6 @@ class Holder:
 
   Attributes:
     started: whether the group has begun.
-    inside: number of the sites that take part now.
   """
 
   def __init__(
@@ -71,7 +70,7 @@ class Holder:
     fields = {"sites.pace": 1.0, "sites.batch_size": 0}
     self._calendar = Calendar(changed(c, fields))
     self._print = lambda line: print_line(f"Group: {line}")
-    self.started, self.inside = started or journal.closed > 0, 0
+    self.started = started or journal.closed > 0
     self._seen = {site: Seen() for site in range(calendar.sites)}
     self._payloads = dict[tuple[int, int], Payload]()  # {(open round, site): payload}
     self._first_ready = math.inf
@@ -160,8 +159,8 @@ class Holder:
       self._first_ready = min(self._first_ready, time.monotonic())
 
   def _count(self, line: str) -> None:
-    self.inside = sum(bool(seen.session) for seen in self._seen.values())
-    self._print(f"{line}: {self.inside} of {self._calendar.sites}.")
+    inside = sum(bool(seen.session) for seen in self._seen.values())
+    self._print(f"{line}: {inside} of {self._calendar.sites}.")
 
   def _begin(self, rounds: Rounds) -> None:
     """Starts the group when all are ready, or when the first site waited start_s."""

@@ -83,7 +83,7 @@ class Lease:
 
 def _is_record(found: Json) -> bool:
   kinds = {"name": str, "term": int, "beat": int, "left": bool}
-  added = {"site": int, "snapshot": int, "first": int, "inside": int, "started": bool}
+  added = {"site": int, "snapshot": int, "first": int, "started": bool}
   kinds |= {name: kind for name, kind in added.items() if name in found}
   return all(isinstance(found.get(name), kind) for name, kind in kinds.items())
 

@@ -57,11 +57,7 @@ class Welcome:
 
 
 class Link:
-  """The link of one site.
-
-  Attributes:
-    inside: number of sites that the holder of the lease saw when it looked last.
-  """
+  """The link of one site."""
 
   def __init__(
     self,
@@ -81,7 +77,6 @@ class Link:
       measure: measures the payloads of a round, if this site closes it.
       print_line: prints a line.
     """
-    self.inside = 0
     self._storage, self._address, self._calendar = storage, address, calendar
     self._site, self._measure, self._print = site, measure, print_line
     self._lost_s = calendar.config.of(SitesConfig).lost_s
@@ -317,11 +312,10 @@ class Link:
     if self._lease.is_due(now):
       news: Json = {"site": self._site}
       if self._holder:
-        news |= {"inside": self._holder.inside, "started": self._holder.started}
+        news["started"] = self._holder.started
       await self._write("lease", pack(self._lease.record(now, **news)))
     seen = self._lease.seen
     with self._changed:
-      self.inside = seen.get("inside", 0)
       self._started = self._started or bool(seen.get("started"))
       self._changed.notify_all()
     self._journal.forget(seen.get("first", 0))
