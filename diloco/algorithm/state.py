@@ -92,13 +92,15 @@ class OuterState:
     mine = {**self.own[p], name: own}
     return dataclasses.replace(self, own=replaced(self.own, p, mine))
 
+  def with_codec_state(self, p: int, codec_state: PyTree) -> "OuterState":
+    """Returns the state with a new compressor state of fragment p."""
+    states = replaced(self.codec_state, p, codec_state)
+    return dataclasses.replace(self, codec_state=states)
+
   def after_send(self, p: int, codec_state: PyTree, payload: jax.Array) -> "OuterState":
     """Returns the state with fragment p in flight."""
-    return dataclasses.replace(
-      self,
-      codec_state=replaced(self.codec_state, p, codec_state),
-      in_flight={**self.in_flight, p: InFlight(payload)},
-    )
+    flying = {**self.in_flight, p: InFlight(payload)}
+    return dataclasses.replace(self.with_codec_state(p, codec_state), in_flight=flying)
 
   def after_update(self, p: int, theta: PyTree, opt_state: PyTree) -> "OuterState":
     """Returns the state with fragment p updated and no longer in flight."""

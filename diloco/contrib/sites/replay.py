@@ -50,9 +50,8 @@ def replay(args: argparse.Namespace) -> int:
     raise damaged(name)
 
   known = sorted(storage.names("snapshots"))
-  oldest = (
-    next((journal.number_of(x) for x in known if x.endswith(".state")), None) or 0
-  )
+  states = (journal.number_of(x) or 0 for x in known if x.endswith(".state"))
+  oldest = min(states, default=0)
   config = storage.get(CONFIG)
   if config is None:
     raise ConfigError(

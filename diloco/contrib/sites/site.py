@@ -21,7 +21,7 @@ from diloco.algorithm.method import Method
 from diloco.algorithm.optimizers import at_step
 from diloco.algorithm.outer import outer_step
 from diloco.algorithm.placement import Jobs
-from diloco.algorithm.state import Event, TrainState, replaced
+from diloco.algorithm.state import Event, TrainState
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
 from diloco.contrib.sites import outer_state, unsharded
@@ -348,7 +348,7 @@ class Site(Method):
     self._link.send(number, data, fields)
     self._pending[number] = before
     self._events.append(Event("send", p, t, len(data) // sync.replicas, metrics))
-    return _with_codec_state(state, p, codec_state)
+    return dataclasses.replace(state, outer=outer.with_codec_state(p, codec_state))
 
   def _arrivals(
     self, t: int, state: TrainState, last_send: int | None = None
@@ -407,7 +407,7 @@ class Site(Method):
     elif sent and not refused:
       self._miss(t)
       # Error feedback: restores the error to its value before the lost payload.
-      state = _with_codec_state(state, p, before)
+      outer = outer.with_codec_state(p, before)
     # For checks after the run: the round, the number of its sites, whether this site's
     # payload counts.
     more: Metrics = {
@@ -418,7 +418,7 @@ class Site(Method):
     }
     self._events.append(Event("receive", p, t, 0, metrics | more))
     kept = self.sync.place.keep((theta, opt_state))
-    state = dataclasses.replace(state, outer=state.outer.after_update(p, *kept))
+    state = dataclasses.replace(state, outer=outer.after_update(p, *kept))
     if sent and refused:
       return self._restore(t, number, state)
     return state
@@ -496,13 +496,6 @@ class Site(Method):
   def _print(self, line: str) -> None:
     if self.part.peers.index == 0:
       print_line(f"Site {self.part.index} {line}")
-
-
-def _with_codec_state(state: TrainState, p: int, codec_state: PyTree) -> TrainState:
-  """Replaces the compressor state of fragment p."""
-  states = replaced(state.outer.codec_state, p, codec_state)
-  outer = dataclasses.replace(state.outer, codec_state=states)
-  return dataclasses.replace(state, outer=outer)
 
 
 def _at_step(state: TrainState, t: int) -> TrainState:

@@ -19,7 +19,7 @@ from diloco.algorithm.method import make_method
 from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.record import Record
 from diloco.config import changed, resolve
-from diloco.contrib.sites import outer_state, site, unsharded
+from diloco.contrib.sites import outer_state, unsharded
 from diloco.contrib.sites.calendar import config_of
 from diloco.mesh.devices import make_mesh
 
@@ -55,7 +55,8 @@ def send(method, state, t: int, p: int):
   assert np.isfinite(metrics["outer_grad_norm"]).all()
   for new, old in zip(*map(jax.tree.leaves, (codec_state, outer.codec_state[p]))):
     assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
-  state = site._with_codec_state(state, p, codec_state)
+  outer = outer.with_codec_state(p, codec_state)
+  state = dataclasses.replace(state, outer=outer)
   return state, hashlib.sha256(np.asarray(payload).tobytes()).hexdigest(), payload.shape
 
 

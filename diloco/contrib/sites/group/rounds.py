@@ -155,10 +155,6 @@ class Window:
     if before is not None and steps:
       self._paces.append((now - before) / steps)
 
-  def closed(self, number: int) -> None:
-    """Forgets the rounds before a round that closes."""
-    self._first = {r: at for r, at in self._first.items() if r >= number}
-
   def seconds(self, number: int, quorum_at: float) -> float:
     """Returns how long a round waits for the other sites after its quorum."""
     if not (self.tau and self._paces and number in self._first):
@@ -240,7 +236,6 @@ class Rounds:
       member.patience = max(member.patience / 2, _LEAST_PATIENCE)
     self._sent.pop(number)
     quorum_at = self._quorum_at.pop(number)
-    self._window.closed(number)
     self.closed += 1
     return Closing(number, tuple(sorted(have)), tuple(sorted(missing)), now - quorum_at)
 
