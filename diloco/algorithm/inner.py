@@ -115,16 +115,20 @@ def _gradients_of_all(
   if c.models == 1:  # With the leading axis, XLA for CPU fuses less.
     one = gradients(c, *jax.tree.map(lambda x: x[0], args))
     return jax.tree.map(lambda x: x[None], one)
-  if jax.sharding.get_abstract_mesh().shape[REPLICA] == 1:
-    # All replicas are on the same devices, so they run one after the other. Then memory
-    # holds the activations of one replica only, and no matrix product is batched: XLA
-    # for CPU is slow at batched products.
-    return jax.lax.map(lambda args: gradients(c, *args), args)
-  return each_replica(c, functools.partial(gradients, c), *args)
+  return each_replica(c, functools.partial(gradients, c), *args, in_turn=True)
 
 
-def each_replica(c: Config, f: Callable[..., Result], *args_M: PyTree) -> Result:
-  """Maps a function over the replicas, which are sharded over the mesh."""
+def each_replica(
+  c: Config, f: Callable[..., Result], *args_M: PyTree, in_turn: bool = False
+) -> Result:
+  """Maps a function over the replicas, which are sharded over the mesh.
+
+  With `in_turn`, replicas on the same devices run one after the other. Then memory
+  holds the activations of one replica only, and no matrix product is batched: XLA for
+  CPU is slow at batched products.
+  """
+  if in_turn and jax.sharding.get_abstract_mesh().shape[REPLICA] == 1:
+    return jax.lax.map(lambda args: f(*args), args_M)
   program = drjax.program(placements={REPLICA: c.replicas})
   return program(lambda *args: drjax.map_fn(f, args))(*args_M)
 

@@ -190,8 +190,7 @@ def check_tokens(c: Config, given: Json) -> None:
 def check_all_synced(c: Config) -> None:
   """Refuses a run so short that some outer parameters would stay untrained."""
   if 0 in c.num_syncs():
-    schedule = c.make_schedule()
-    first = max(map(schedule.first_send, range(schedule.num_fragments)))
+    first = max(c.make_schedule().first_sends)
     joint = c.joint_steps
     after = f" after {joint} joint steps" if joint else ""
     field = "the number of joint steps or sync_every" if joint else "sync_every"

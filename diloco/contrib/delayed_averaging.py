@@ -32,6 +32,8 @@ from diloco.spec.plugins import OuterStep, Rule
 from diloco.util.types import PyTree
 
 NAME = "delayed_averaging"
+# Makes the outer gradient that a fragment keeps before its first send.
+zeros = partial(jax.tree.map, jnp.zeros_like)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +68,6 @@ class DelayedAveraging(plugins.Extension):
 
 
 plugins.register("fields", NAME, DelayedAveraging)
-
-
-def zeros(part_M: PyTree) -> PyTree:
-  """Returns the outer gradient that a fragment keeps before its first send: zeros."""
-  return jax.tree.map(jnp.zeros_like, part_M)
 
 
 def outer_step(

@@ -187,17 +187,10 @@ def mean(x_M: PyTree, *, mesh: Mesh) -> PyTree:
   Args:
     x_M: a moment of all replicas, a tree like the parameters; donated.
   """
-
-  def local(x_M: PyTree) -> PyTree:
-    means = jax.tree.map(lambda x_M: x_M.astype(jnp.float32).mean(axis=0), x_M)
-    means = jax.lax.pmean(means, REPLICA)
-    spread = lambda mean, x_M: jnp.broadcast_to(mean, x_M.shape).astype(x_M.dtype)
-    return jax.tree.map(spread, means, x_M)
-
-  at = sharding.specs(x_M, mesh, (REPLICA,))
-  return jax.shard_map(local, mesh=mesh, in_specs=(at,), out_specs=at, check_vma=False)(
-    x_M
-  )
+  means = exchange.all_reduce(mesh, jax.tree.map(jnp.float32, x_M))
+  spread = lambda mean, x_M: jnp.broadcast_to(mean, x_M.shape).astype(x_M.dtype)
+  places = sharding.shardings(x_M, mesh, (REPLICA,))
+  return jax.lax.with_sharding_constraint(jax.tree.map(spread, means, x_M), places)
 
 
 @partial(jax.jit, static_argnames=("wire", "mesh", "positive"), donate_argnums=0)

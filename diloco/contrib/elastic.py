@@ -84,8 +84,7 @@ def merged(c: Config, t: jax.Array) -> PyTree:
   Returns:
     {'blocks': bool [N], 'embed': bool []}.
   """
-  schedule = c.make_schedule()
-  first_P = jnp.array([*map(schedule.first_send, range(schedule.num_fragments))])
+  first_P = jnp.array(c.make_schedule().first_sends)
   since_P = t - first_P - c.overlap.taus[0]
   return in_fragments(c, (since_P >= 0) & (since_P % c.sync_every == 0))
 

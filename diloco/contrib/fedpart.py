@@ -63,8 +63,7 @@ def trained_next(c: Config, t: jax.Array | int) -> PyTree:
   Returns:
     {'blocks': bool [N], 'embed': bool []}.
   """
-  schedule = c.make_schedule()
-  first_P = np.array([*map(schedule.first_send, range(schedule.num_fragments))])
+  first_P = np.array(c.make_schedule().first_sends)
   wait_P = jnp.where(t <= first_P, first_P - t, (first_P - t) % c.sync_every)
   return in_fragments(c, wait_P == wait_P.min())
 

@@ -72,6 +72,11 @@ class Schedule:
     rounds = -(-max(self.joint_steps + 1 - first, 0) // self.sync_every)
     return first + rounds * self.sync_every
 
+  @property
+  def first_sends(self) -> list[int]:
+    """The `first_send` of each fragment."""
+    return [*map(self.first_send, range(self.num_fragments))]
+
   def follows(self, t: int) -> list[int]:
     """Lists the fragments whose outer parameters follow the replicas at step t."""
     if t > self.joint_steps:

@@ -24,7 +24,7 @@ from diloco.config import Config
 from diloco.contrib.diagnostics import measure
 from diloco.data import make_eval_set
 from diloco.mesh import sharding
-from diloco.mesh.sharding import FSDP, REPLICA
+from diloco.mesh.sharding import FSDP
 from diloco.model import registry
 from diloco.util.types import PyTree
 
@@ -150,7 +150,4 @@ def losses(
     nll_BxL, _ = model.losses(c.model, params, tokens_BxL, batch_axes=batch_axes)
     return (nll_BxL * weights_BxL).sum() / weights_BxL.sum()
 
-  args = (params_M, tokens_MxBxL, weights_MxBxL)
-  if mesh.shape[REPLICA] == 1:  # One replica after the other, as in the inner step.
-    return jax.lax.map(lambda args: one(*args), args)
-  return each_replica(c, one, *args)
+  return each_replica(c, one, params_M, tokens_MxBxL, weights_MxBxL, in_turn=True)
