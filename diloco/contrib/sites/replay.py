@@ -50,8 +50,8 @@ def replay(args: argparse.Namespace) -> int:
     raise damaged(name)
 
   known = sorted(storage.names("snapshots"))
-  states = (journal.number_of(x) or 0 for x in known if x.endswith(".state"))
-  oldest = min(states, default=0)
+  states = (journal.number_of(x) for x in known if x.endswith(".state"))
+  oldest = min((number for number in states if number >= 0), default=0)
   config = storage.get(CONFIG)
   if config is None:
     raise ConfigError(
@@ -69,10 +69,9 @@ def replay(args: argparse.Namespace) -> int:
   for name in known:
     if name.endswith(".head"):
       head, _ = whole(f"snapshots/{name}")
-      noted.append((journal.number_of(name) or 0, name, head["digests"]))
+      noted.append((journal.number_of(name), name, head["digests"]))
   # The number of rounds that the files speak of, of which none may be missing.
-  closed_rounds = map(journal.number_of, storage.names(journal.FOLDER))
-  ends = [n + 1 for n in closed_rounds if n is not None]
+  ends = [journal.number_of(name) + 1 for name in storage.names(journal.FOLDER)]
   last = max([oldest, *(number for number, *_ in noted), *ends])
   for site in range(calendar.sites):
     record = records.read_record(storage, calendar, site)

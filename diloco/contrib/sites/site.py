@@ -290,9 +290,8 @@ class Site(Method):
     for number in final:
       state = self._send(*self._calendar.rounds[number], state)
     for number in final:
-      if not self._arrived(number):
-        break
-      state = self._receive(last, number, state)
+      if self._arrived(number):
+        state = self._receive(last, number, state)
     return state
 
   def close(self, reason: str) -> None:

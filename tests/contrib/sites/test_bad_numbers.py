@@ -135,7 +135,6 @@ def test_another_holder_knows_what_is_usual(tmp_path, four):
   assert list(outliers.refused(0, alone, {0: 64})) == [0]
   assert not outliers.refused(1, alone, {0: 64})
   # It expects the sites of the last round.
-  rounds.join(0)
   rounds.ready(0, 1)
   rounds.sent(0, 1, now=0)
   assert rounds.close(now=1) is None

@@ -149,7 +149,6 @@ class Holder:
       return
     if not seen.session:
       seen.session = record["session"]
-      rounds.join(site)
       self._count(f"Site {site} is in")
     if record["ready"] is not None and record["ready"] != seen.ready:
       # A site that came before this holder may already have sent open rounds.

@@ -152,10 +152,10 @@ def history(storage: Storage) -> dict[int, Json]:
   return found
 
 
-def number_of(name: str) -> int | None:
-  """Returns the round in the name of a file; None for other files."""
+def number_of(name: str) -> int:
+  """Returns the round in the name of a file; -1 for other files."""
   found = re.match(r"(\d{9})\.", name)
-  return int(found[1]) if found else None
+  return int(found[1]) if found else -1
 
 
 def path_of(number: int) -> str:

@@ -398,7 +398,7 @@ class Link:
           f" {number}; give the folder that the run had, or another --workdir."
         )
       names = await asyncio.to_thread(self._storage.names, "snapshots")
-      if any(journal.number_of(name) for name in names):  # After a round or more.
+      if any(journal.number_of(name) > 0 for name in names):  # After a round or more.
         raise ConfigError(
           f"--group is {self._address}, which has snapshots but no readable lease;"
           " restore this file from a copy."
@@ -469,8 +469,8 @@ class Link:
     """Deletes the rounds below `first`; a site that lacks them takes a snapshot."""
     for folder in ("journal", "payloads", "snapshots"):
       for name in self._storage.names(folder):
-        number = journal.number_of(name)
-        if number is not None and number < first and not name.endswith(".head"):
+        is_old = 0 <= journal.number_of(name) < first
+        if is_old and not name.endswith(".head"):
           self._storage.delete(f"{folder}/{name}")
 
   async def _read(self, name: str) -> tuple[Json, memoryview] | None:

@@ -11,6 +11,7 @@ of any clock that never goes back.
 
 import collections
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,13 +27,12 @@ class Member:
   """What the holder of the lease knows of one site.
 
   Attributes:
-    here: whether the site takes part now.
     first: the first round in which the site is expected; infinite before the site's
-      first inner step, and from a missed round until the site has caught up.
+      first inner step, after the site has left, and from a missed round until the site
+      has caught up.
     patience: share of the window that a round waits for this site.
   """
 
-  here: bool = False
   first: float = math.inf
   patience: float = 1.0
 
@@ -77,7 +77,8 @@ class Outliers:
   def __init__(self, most_norm: float, least_cosine: float):
     """Starts without earlier norms; the arguments are fields of `SitesConfig`."""
     self._most_norm, self._least_cosine = most_norm, least_cosine
-    self._norms: dict[int, collections.deque[list[float]]] = {}  # By fragment.
+    new = functools.partial(collections.deque[list[float]], maxlen=_LATELY)
+    self._norms = collections.defaultdict[int, collections.deque[list[float]]](new)
 
   def refused(
     self, fragment: int, found: Mapping[int, Measured], steps: Mapping[int, float]
@@ -95,7 +96,7 @@ class Outliers:
       found: the payload of each site that has sent.
       steps: {site: number of inner steps in its payload}.
     """
-    lately = [x for norms in self._norms.get(fragment, ()) for x in norms]
+    lately = [x for norms in self._norms[fragment] for x in norms]
     reasons = dict[int, str]()
     for site, (norm, cosine) in found.items():
       others = [
@@ -114,9 +115,7 @@ class Outliers:
 
   def counted(self, fragment: int, norms: Iterable[float | None]) -> None:
     """Remembers the norms of the payloads that counted in a round."""
-    new = collections.deque[list[float]](maxlen=_LATELY)
-    known = self._norms.setdefault(fragment, new)
-    known.append([norm for norm in norms if norm is not None])
+    self._norms[fragment].append([norm for norm in norms if norm is not None])
 
 
 @dataclasses.dataclass
@@ -191,20 +190,14 @@ class Rounds:
     """Expects the sites that were in the last round, for one window."""
     self._returning = set(sites)
 
-  def join(self, site: int) -> None:
-    """Adds a site that comes; no round expects it before `ready`."""
-    self.members[site].here, self.members[site].first = True, math.inf
-
   def ready(self, site: int, first: int) -> None:
     """Notes that a site will send round `first` and all later rounds."""
-    member = self.members[site]
+    self.members[site].first = first
     self._returning.discard(site)
-    if member.here:
-      member.first = max(first, self.closed)
 
   def leave(self, site: int) -> None:
     """Removes a site that goes; the payloads that it has sent still count."""
-    self.members[site].here, self.members[site].first = False, math.inf
+    self.members[site].first = math.inf
     self._returning.discard(site)
 
   def sent(self, site: int, number: int, now: float) -> None:
@@ -224,8 +217,6 @@ class Rounds:
     """Closes the next round if it may close."""
     number = self.closed
     have = self._sent.get(number, set())
-    if len(have) < self._quorum:
-      return None
     missing = self._expected(number) - have
     if now < self.deadline():
       return None

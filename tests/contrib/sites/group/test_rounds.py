@@ -53,15 +53,10 @@ class Machine(RuleBasedStateMachine):
       self.check(closing)
     self.now = end
 
-  @rule(site=SITES)
-  def join(self, site):
-    self.rounds.join(site)
-
   @rule(site=SITES, ahead=st.integers(0, 2))
   def ready(self, site, ahead):
     self.rounds.ready(site, self.rounds.closed + ahead)
-    if self.rounds.members[site].first < math.inf:
-      self.waited_for[site], self.expected[site] = 0, self.rounds.closed + ahead
+    self.waited_for[site], self.expected[site] = 0, self.rounds.closed + ahead
 
   @rule(site=SITES)
   def leave(self, site):
@@ -130,7 +125,6 @@ def rounds_of(sites: int, quorum: int = 1, first: int = 0, **window) -> Rounds:
   window = {"most_s": 10, "least_s": 0.5, "tau": 3, "steps": steps} | window
   rounds = Rounds(sites, quorum, Window(**window), closed=first)
   for site in range(sites):
-    rounds.join(site)
     rounds.ready(site, first)
   for number in range(first, first + 5):
     send(rounds, range(sites), number, now=8 * number)
