@@ -1,16 +1,13 @@
 """The fields of sites: who has them, what they refuse, and old configs."""
 
-import json
-
 import pytest
 from conftest import update
 
 from diloco.checkpoint import resume
-from diloco.config import complete, default_config, resolve
+from diloco.config import default_config, resolve
 from diloco.config.command_line import load_config
 from diloco.contrib.sites import SitesConfig
 from diloco.errors import ConfigError
-from diloco.sweep import saved
 
 DEFAULTS = {"count": 0, "quorum": 1, "grace_s": 20.0, "start_s": 300.0}
 FILE = """
@@ -61,19 +58,6 @@ def test_what_cannot_work_is_refused(tiny, fields, message):
   update(tiny, fields)
   with pytest.raises(ConfigError, match=message):
     resolve(tiny)
-
-
-@pytest.mark.parametrize("transport", ["device", "sites"])
-def test_a_config_of_a_version_in_which_every_run_had_these_fields(
-  tiny, tmp_path, transport
-):
-  tiny.overlap.transport = transport
-  c = resolve(tiny)
-  old = c.to_dict() | {"plugins": [], "sites": DEFAULTS}
-  (tmp_path / "config.json").write_text(json.dumps(old))
-  assert complete(old) == c
-  assert resolve(saved.get_config(str(tmp_path / "config.json"))) == c
-  assert resume.check(old, c, step=3) == ""
 
 
 def test_only_the_number_of_sites_must_stay_when_a_run_goes_on():
