@@ -23,7 +23,10 @@ from flax import traverse_util
 from diloco.data import Tokenizer, load_tokenizer
 from diloco.errors import ConfigError
 from diloco.interop import load
+from diloco.log.metrics import CONTENTS
+from diloco.log.workdir import read_contents
 from diloco.model import registry
+from diloco.util import files, remote
 from diloco.util.command import as_path, guarded, make_folder, model_parser
 
 DILOCO = "diloco"  # The format that every architecture has.
@@ -99,6 +102,9 @@ def run(args: argparse.Namespace) -> None:
   model = load.load(args.workdir, args.step)
   for path in export(model, args.output, args.format, args.dtype):
     print(f"{path}  {path.stat().st_size:,} bytes")
+  if args.format == DILOCO:  # Names of files have lost their folders: digests stay.
+    contents = read_contents(remote.local_copy(args.workdir, "WORKDIR"))
+    files.write_json(args.output / CONTENTS, contents)
 
 
 def _without_folders(value: Any) -> Any:

@@ -16,7 +16,7 @@ from numpy_decoder import moved, numpy_decoder
 from test_tasks import ITEMS, needs_items
 
 from diloco import train
-from diloco.cli import evaluate
+from diloco.cli import evaluate, export
 from diloco.config import resolve
 from diloco.config.comparable import HELD_OUT
 from diloco.data import load_tokenizer
@@ -189,6 +189,9 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
   assert json.loads((tmp_path / "evaluation_7.json").read_text()) == said
 
   (tmp_path / "contents.json").write_text(json.dumps({HELD_OUT: "another text"}))
+  assert export.main([f"{tmp_path}", f"--output={tmp_path / 'exported'}"]) == 0
+  assert evaluate.main([f"{tmp_path / 'exported'}", "--heldout"]) == 0
+  assert "was another text when the run was evaluated" in capsys.readouterr().out
   assert evaluate.main([f"{tmp_path}", "--heldout"]) == 0
   note = "was another text when the run was evaluated, so this loss cannot be compared"
   assert note in capsys.readouterr().out
