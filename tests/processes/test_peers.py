@@ -108,8 +108,11 @@ def test_what_is_no_hello_and_a_port_scan_disturb_nobody(monkeypatch):
   port, found = free_port(), {}
   waiting = threading.Thread(target=lambda: found.update(meet([0], 2, port=port)))
   waiting.start()
+  # Each channel has a connection of its own: the server takes one stream of each, and
+  # may not have seen yet that the stream before it ended.
+  alone = [("grpc.use_local_subchannel_pool", 1)]
   for hello in HELLOS:
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{port}", alone) as channel:
       messages = queue.SimpleQueue()
       if hello is not None:  # Else the stream stays silent.
         messages.put(hello)
