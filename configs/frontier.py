@@ -9,8 +9,9 @@ on `text`. Its inner rate, outer rate and momentum are tuned together with seed 
 the loss on the first 65,536 held-out tokens; data-parallel's inner rate is also tuned.
 Size 1M is the sample run on its own text, 1M-800 is this run with a warm-up of 800
 steps. Their rates are known, except for 1M with H = 30. At 270k, LATE has three ways to
-merge payloads that arrive after ten steps. The best settings run with three seeds. Each
-seed is compared with data-parallel on the next 65,536 tokens. Results: docs/gap.md.
+merge payloads that arrive after ten steps. The best settings run with three other
+seeds, because seed 0 has chosen them. Each seed is compared with data-parallel on the
+next 65,536 tokens. Results: docs/gap.md.
 """
 
 import functools
@@ -46,7 +47,7 @@ PLAIN_LR = {"1M": -16, "1M-800": -17, "270k": -14}
 # 0.02, 0.04 and 0.06. With 0.04, neighbouring rates and momenta were tried; all were
 # worse.
 PULL = {"1M": {30: (-16, 0.7, 0.7, 0.06)}}
-SEEDS = (0, 1, 2)
+SEEDS = (1, 2, 3)
 # For 270k, H = 30 and tau = 10: {method: outer rate, momentum, alpha}. We tuned these
 # values by hand with seed 0 and the inner rate of tau = 1.
 DELAYED = "tau = 10, delayed averaging"

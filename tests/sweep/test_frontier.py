@@ -14,16 +14,11 @@ from diloco.util.command import load_module
 
 FILE = load_module(str(ROOT / "configs" / "frontier.py"), "get_sweep", "frontier")
 RATES = ("lr", "outer_lr", "momentum", "pull")
-SEEDS = ("0", "1", "2")
-
-
-def _chosen(row):
-  """Sorts runs by the loss that chooses: that of seed 0."""
-  return row["seed"] != "0", float(row["loss"])
+SEEDS = ("1", "2", "3")
 
 
 def best_runs(size):
-  """Reads the runs of a size with the best rates of each case that has all seeds.
+  """Reads the runs of a size with the rates of each case that have all seeds.
 
   Returns:
     {(case, seed): loss on the tokens that tell}, {case: bytes for each token}, and
@@ -31,14 +26,10 @@ def best_runs(size):
   """
   rows = [r for r in read_csv(ROOT / "docs/frontier.csv") if r["point_size"] == size]
   rates = lambda row: [row["point_case"], *(row[f"point_{k}"] for k in RATES)]
-  ended = {row["point_case"] for row in rows if row["seed"] == "2"}
-  best = [
-    rates(min((r for r in rows if r["point_case"] == case), key=_chosen))
-    for case in ended
-  ]
+  best = [rates(row) for row in rows if row["seed"] == SEEDS[-1]]
   losses, sent = dict[tuple[str, str], float](), dict[str, float]()
   for row in rows:
-    if rates(row) in best:
+    if rates(row) in best and row["seed"] in SEEDS:
       case = row["point_case"].removeprefix(f"{size} ")
       losses[case, row["seed"]] = float(row["test_loss"])
       sent[case] = float(row["bytes_sent"]) / float(row["tokens"])

@@ -75,7 +75,7 @@ def test_the_losses_of_the_scaling_laws_are_those_of_its_table():
 
 def test_a_run_of_the_table_has_the_loss_of_its_line(sample):
   found = plan.loss_above(changed(sample, {"sync_every": 10}), plan.cells())
-  assert found == (pytest.approx(0.81), 0.96, "from 1.07M, three seeds")
+  assert found == (pytest.approx(0.94), 0.61, "from 1.07M, three seeds")
 
 
 CELLS = [
