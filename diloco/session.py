@@ -451,7 +451,7 @@ def open_runs(
         if not record.finished:
           summary.set_aside(run.workdir, run.peers)
         elif summary.read(run.workdir, run.peers):
-          asked, run.c = run.c.eval, complete(record.config)  # That of the result.
+          asked, run.c = run.c.eval, complete(record.config)  # As in its result.
           if asked != run.c.eval:
             peers.print_line("eval.* differs: use `python -m diloco evaluate`.")
       latest = lambda run=run: run.checkpoints.latest
