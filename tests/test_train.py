@@ -125,7 +125,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path, go_on):
 def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, go_on, signum, status):
   process = start(tmp_path, "--config.checkpoint.every=0", stderr=subprocess.PIPE)
   lines = tmp_path / "metrics.jsonl"
-  running.wait(lambda: lines.exists() and lines.stat().st_size, process)
+  running.wait(lambda: lines.exists() and metrics.read(tmp_path), process)
   process.send_signal(getattr(signal, signum))
   _, stderr = process.communicate(timeout=120)
   assert process.returncode == status, stderr

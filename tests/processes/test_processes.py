@@ -15,6 +15,7 @@ from conftest import records, rewind
 from threads import free_port
 
 from diloco.errors import ConfigError
+from diloco.log import metrics
 from diloco.processes import distributed as processes
 
 CONFIG = f"--config={running.ROOT / 'tests' / 'process_config.py'}"
@@ -232,7 +233,7 @@ def test_a_process_killed_during_an_exchange_ends_the_others(launch, tmp_path, k
 def test_a_signal_saves_one_step_on_all(launch, two, tmp_path, target, signum, said):
   run = launch(2, tmp_path, "--config.checkpoint.every=0")
   await_path(run, "metrics.jsonl", tmp_path)
-  running.wait(lambda: (tmp_path / "metrics.jsonl").stat().st_size, run)
+  running.wait(lambda: metrics.read(tmp_path), run)
   os.kill(run.pid if target == "launcher" else pid_of(run, 1), signum)
   output, _ = run.communicate(timeout=600)
   assert run.returncode == (130 if signum == signal.SIGINT else 0), output[-5000:]
