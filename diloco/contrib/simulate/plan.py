@@ -338,7 +338,8 @@ def recommended(rows: Sequence[Row], to_target: bool) -> Row | None:
     timed = [row for row in rows if row.hours_to_target is not None]
     return min(timed, key=lambda r: (r.hours_to_target, r.percent), default=None)
   fast = [row for row in rows if row.utilisation >= ENOUGH]
-  return min(fast, key=lambda r: (r.percent, r.bytes_per_token), default=None)
+  best = lambda r: (r.percent, r.bytes_per_token, r.hours)
+  return min(fast, key=best, default=None)
 
 
 def held_out(args: Args) -> list[tuple[float, float]]:
