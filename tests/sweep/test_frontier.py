@@ -73,7 +73,7 @@ def test_the_planner_has_the_losses_of_these_runs(size, params, rounds):
   found = [x for x in plan.cells() if x.params == params]
   assert [(x.replicas, x.sync_every) for x in found] == [(2, h) for h in rounds]
   for x in found:
-    told = [above[f"{x.algorithm}, H = {x.sync_every}", seed] for seed in SEEDS]
+    told = [above[f"streaming, H = {x.sync_every}", seed] for seed in SEEDS]
     assert x.percent == pytest.approx(statistics.mean(told), abs=0.006)
     half = 2.92 * statistics.stdev(told) / 3**0.5  # Student's t, 90%.
     assert x.half == pytest.approx(half, abs=0.006)

@@ -87,7 +87,6 @@ class Cell(NamedTuple):
   """
 
   params: float
-  algorithm: str
   replicas: int
   sync_every: int
   percent: float
@@ -118,13 +117,12 @@ def cells() -> list[Cell]:
   lines = pathlib.Path(__file__).with_suffix(".csv").read_text().splitlines()[1:]
   rows = (line.split(",") for line in lines)
   return [
-    Cell(float(n), a, int(m), int(h), float(p), float(x))
-    for n, a, m, h, p, x, _ in rows
+    Cell(float(n), int(m), int(h), float(p), float(x)) for n, m, h, p, x, _ in rows
   ]
 
 
 def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
-  """Predicts a run's final loss, in per cent above the best data-parallel run.
+  """Predicts a streaming run's final loss, in per cent above data-parallel at its best.
 
   Args:
     measured: the cells, such as those of plan.csv.
@@ -135,23 +133,21 @@ def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
   n, tau = float(matrix_params(c.model)), max(c.overlap.taus)
   if n < SMALL:  # Our runs; the papers count matrices alone.
     n = float(num_params(c.model))
-  mine = [x for x in measured if x.algorithm == c.algorithm]
   ran = collections.defaultdict[float, set[int]](set)
-  for x in mine:
+  for x in measured:
     ran[x.params].add(x.replicas)
   few = [n for n, known in ran.items() if len(known) == 1 and c.replicas not in known]
-  several = [x for x in mine if x.params not in few]
-  mine = [_moved(x, c.replicas, several) if x.params in few else x for x in mine]
+  several = [x for x in measured if x.params not in few]
+  mine = [_moved(x, c.replicas, several) if x.params in few else x for x in measured]
   at = {"params": n, "replicas": c.replicas, "sync_every": c.sync_every}
   percent, half, outside = _between(mine, at)
-  if c.algorithm == "streaming":
-    known = LATE.get(c.overlap.alpha)
-    late = LATE_LARGE if n >= SMALL else known or LATE[0.0]
-    taus, more, wide = zip(*late)
-    percent += float(np.interp(tau, taus, more))
-    half = math.hypot(half, float(np.interp(tau, taus, wide)))
-    outside += [f"alpha = {c.overlap.alpha:g}"] * (known is None)
-    outside += [f"tau = {tau}"] * (tau > taus[-1])
+  known = LATE.get(c.overlap.alpha)
+  late = LATE_LARGE if n >= SMALL else known or LATE[0.0]
+  taus, more, wide = zip(*late)
+  percent += float(np.interp(tau, taus, more))
+  half = math.hypot(half, float(np.interp(tau, taus, wide)))
+  outside += [f"alpha = {c.overlap.alpha:g}"] * (known is None)
+  outside += [f"tau = {tau}"] * (tau > taus[-1])
   low, high = _around(n, sorted({x.params for x in mine}))
   outside += [f"M = {c.replicas}"] * (not {low, high}.isdisjoint(few))
   outside += [c.wire.compressor] * (c.wire.compressor != "quantize")

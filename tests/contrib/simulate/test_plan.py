@@ -14,7 +14,6 @@ from diloco.config.command_line import load_config
 from diloco.contrib.simulate import plan
 from diloco.contrib.simulate.plan import Cell, Row
 from diloco.errors import ConfigError
-from diloco.scaling_laws import paper
 from diloco.simulate import __main__ as command
 from diloco.spec.shapes import flops_per_token
 
@@ -54,23 +53,13 @@ def test_the_small_losses_are_those_of_the_recorded_runs():
   plain = by_seed(("data_parallel", "2", "30"))
   t = {3: 2.92, 4: 2.353}  # Student's t for intervals of 90%.
   small = [x for x in plan.cells() if x.params == 141_920]
-  assert len(small) > 20
+  assert len(small) == 7
   for x in small:
-    told = by_seed((x.algorithm, str(x.replicas), str(x.sync_every)))
+    told = by_seed(("streaming", str(x.replicas), str(x.sync_every)))
     above = [100 * (told[s] / plain[s] - 1) for s in told if s in plain]
     assert x.percent == pytest.approx(statistics.mean(above), abs=0.006)
     half = t[len(above)] * statistics.stdev(above) / len(above) ** 0.5
     assert x.half == pytest.approx(half, abs=0.006)
-
-
-def test_the_losses_of_the_scaling_laws_are_those_of_its_table():
-  table = {x for x in plan.cells() if x.algorithm == "diloco" and x.params > 1e6}
-  names = dict(zip(paper.model_sizes("nominal"), paper.read("table4_loss")))
-  assert {x.params for x in table} == set(names)
-  for x in table:
-    losses = names[x.params]
-    above = float(losses[f"diloco_M{x.replicas}"]) / float(losses["dp"]) - 1
-    assert x.percent == pytest.approx(100 * above, abs=0.006)
 
 
 def test_a_run_of_the_table_has_the_loss_of_its_line(sample):
@@ -79,11 +68,11 @@ def test_a_run_of_the_table_has_the_loss_of_its_line(sample):
 
 
 CELLS = [
-  Cell(1e6, "streaming", 2, 10, 1.0, 0.1),
-  Cell(1e6, "streaming", 2, 100, 3.0, 0.3),
-  Cell(4e6, "streaming", 2, 10, 0.0, 0.1),
-  Cell(4e6, "streaming", 2, 100, 1.0, 0.1),
-  Cell(1e6, "streaming", 8, 10, 9.0, 2.0),
+  Cell(1e6, 2, 10, 1.0, 0.1),
+  Cell(1e6, 2, 100, 3.0, 0.3),
+  Cell(4e6, 2, 10, 0.0, 0.1),
+  Cell(4e6, 2, 100, 1.0, 0.1),
+  Cell(1e6, 8, 10, 9.0, 2.0),
 ]
 
 
