@@ -149,14 +149,11 @@ class Jobs:
   the job began with exactly the arrays that the state has when the fragment arrives.
 
   Args:
-    thread: runs the jobs in the background; None: a new thread does.
+    thread: runs the jobs in the background; None: they run in the foreground.
   """
 
-  def __init__(
-    self, background: bool, thread: futures.ThreadPoolExecutor | None = None
-  ):
-    own = futures.ThreadPoolExecutor(1, "exchange") if background else None
-    self._thread = thread or own
+  def __init__(self, thread: futures.ThreadPoolExecutor | None):
+    self._thread = thread
     # {p: (arguments, result) of the newest job}
     self._jobs: dict[int, tuple[PyTree, futures.Future[PyTree]]] = {}
     self.waited_s = 0.0  # Seconds that the last `finish` waited.
@@ -200,7 +197,7 @@ class OnHosts(OnDevices):
   """
 
   hosts: Mesh
-  _jobs: Jobs = dataclasses.field(default_factory=lambda: Jobs(True, _EXCHANGES))
+  _jobs: Jobs = dataclasses.field(default_factory=lambda: Jobs(_EXCHANGES))
 
   @property
   def mesh(self) -> Mesh:

@@ -32,11 +32,12 @@ from diloco.util.types import Json
 @plain_modes()
 def run(args: argparse.Namespace) -> None:
   """Evaluates a model, prints the results and writes the files."""
-  if not args.tasks.strip(" ,") and not args.heldout:
+  has_tasks = bool(args.tasks.strip(" ,"))
+  if not has_tasks and not args.heldout:
     raise ConfigError(
       f"--tasks is empty; name some of {', '.join(tasks.TASKS)}, or add --heldout."
     )
-  if (args.details or args.items) and not args.tasks.strip(" ,"):
+  if (args.details or args.items) and not has_tasks:
     raise ConfigError("--details and --items need --tasks, which is empty.")
   if args.details:
     command.make_parent(args.details, "--details")

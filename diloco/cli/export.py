@@ -99,12 +99,12 @@ def run(args: argparse.Namespace) -> None:
   make_output(args.output)  # Loading is slow, so check the folder first.
   if args.dtype != "float32" and args.format == DILOCO:
     raise ConfigError(f"--dtype is {args.dtype}, which --format={DILOCO} has not.")
-  model = load.load(args.workdir, args.step)
+  workdir = remote.local_copy(args.workdir, "WORKDIR")
+  model = load.load(workdir, args.step)
   for path in export(model, args.output, args.format, args.dtype):
     print(f"{path}  {path.stat().st_size:,} bytes")
   if args.format == DILOCO:  # Names of files have lost their folders: digests stay.
-    contents = read_contents(remote.local_copy(args.workdir, "WORKDIR"))
-    files.write_json(args.output / CONTENTS, contents)
+    files.write_json(args.output / CONTENTS, read_contents(workdir))
 
 
 def _without_folders(value: Any) -> Any:

@@ -66,8 +66,12 @@ def _types(group: type) -> Json:
 
 _TYPES = _types(Config)
 # What the other algorithms have instead of what the config says.
-_WHOLE: Json = {"fragments.pattern": "whole", "overlap.tau": 0, "overlap.taus": ()}
-_WHOLE["overlap.alpha"] = 0.0
+_WHOLE: Json = {
+  "fragments.pattern": "whole",
+  "overlap.tau": 0,
+  "overlap.taus": (),
+  "overlap.alpha": 0.0,
+}
 
 
 def _kinds(names: Sequence[str]) -> Json:
@@ -218,12 +222,7 @@ def changed(config: Config, fields: Json) -> Config:
 
 def underived(v: Json) -> Json:
   """Returns the fields of a resolved config without those that follow from others."""
-  derived = {
-    "model.ff_dim": 4 * v["model.dim"],
-    "inner.weight_decay": 1.0 / (v["inner.decay_steps"] or v["train.steps"] or 1),
-    "wire.format": _format({**v, "wire.format": "auto"}),
-    "overlap.taus": (v["overlap.tau"],) * v["replicas"],
-  }
+  derived = _derived(v)
   if v["algorithm"] != "streaming":
     derived |= {f: v[f] for f in _WHOLE}
   return {f: x for f, x in v.items() if f not in derived or derived[f] != x}
@@ -259,11 +258,12 @@ def _resolve(v: Json) -> Config:
   for extension in _build(v).effective:
     v |= extension.fill_in(_build(v))
   v["wire.format"] = _format(v)
-  v["overlap.taus"] = tuple(v["overlap.taus"] or [v["overlap.tau"]] * v["replicas"])
+  derived = _derived(v)
+  v["overlap.taus"] = tuple(v["overlap.taus"] or derived["overlap.taus"])
   fill_in(v)
-  v["model.ff_dim"] = v["model.ff_dim"] or 4 * v["model.dim"]
+  v["model.ff_dim"] = v["model.ff_dim"] or derived["model.ff_dim"]
   if v["inner.weight_decay"] < 0:
-    v["inner.weight_decay"] = 1.0 / (v["inner.decay_steps"] or v["train.steps"])
+    v["inner.weight_decay"] = derived["inner.weight_decay"]
   c = _build(v)
   checks.check_together(c, v, defaults)
   checks.check_profile(c)
@@ -294,6 +294,16 @@ def check_some(fields: Json) -> Config:
   for extension in c.extensions:
     extension.check(c)
   return c
+
+
+def _derived(v: Json) -> Json:
+  """Returns the values that some fields have if they are not given."""
+  return {
+    "model.ff_dim": 4 * v["model.dim"],
+    "inner.weight_decay": 1.0 / (v["inner.decay_steps"] or v["train.steps"] or 1),
+    "wire.format": _format({**v, "wire.format": "auto"}),
+    "overlap.taus": (v["overlap.tau"],) * v["replicas"],
+  }
 
 
 def _format(v: Json) -> str:

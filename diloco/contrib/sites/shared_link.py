@@ -51,8 +51,11 @@ class SharedLink:
     """
     self._link, self._peers = link, peers
 
-  def join(self, *args: Any) -> Welcome | None:
-    return self._share(self._link.join(*args) if self._link else None)
+  def join(
+    self, applied: int, digests: list[int], stopping: Callable[[], bool]
+  ) -> Welcome | None:
+    link = self._link
+    return self._share(link.join(applied, digests, stopping) if link else None)
 
   def closed(self, number: int) -> Closed:
     header, body = None, None

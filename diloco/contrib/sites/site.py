@@ -12,6 +12,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -131,10 +132,7 @@ class Site(Method):
     # {round that this site has sent and not merged: compressor state before the send}
     self._pending = dict[int, PyTree]()
     self._ready = False
-    # A thread updates the outer state while the devices train. But several processes
-    # must receive together, so they update the outer state only when a round is due.
-    self._background = self.part.peers.count == 1
-    self._jobs = Jobs(self._background)
+    self._jobs = self._new_jobs()
     self._waited_s = 0.0
     self._events = list[Event]()  # Events of the current call of `outer` or `drain`.
     # For the summary: rounds that this site merged, rounds in which its payload
@@ -489,8 +487,14 @@ class Site(Method):
     self._applied = self._taken = welcome.round
     self._pending.clear()
     self._jobs.close()
-    self._jobs = Jobs(self._background)
+    self._jobs = self._new_jobs()
     return dataclasses.replace(state, params=params_M, outer=outer)
+
+  def _new_jobs(self) -> Jobs:
+    # A thread updates the outer state while the devices train. But several processes
+    # must receive together, so they update the outer state only when a round is due.
+    is_alone = self.part.peers.count == 1
+    return Jobs(futures.ThreadPoolExecutor(1, "exchange") if is_alone else None)
 
   def _print(self, line: str) -> None:
     if self.part.peers.index == 0:
