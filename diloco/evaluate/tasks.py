@@ -130,11 +130,20 @@ def encode(tokenizer: Tokenizer, item: Item, seq_len: int) -> list[Continuation]
   this token for all choices. So choices are ranked by the probability of the whole
   text. By default SentencePiece has no tokens that cross spaces. Then the context is
   the query, as in lm-evaluation-harness.
+
+  Raises:
+    ConfigError: the tokenizer gives a choice no token; its score would be the highest.
   """
   query = tokenizer.encode(item.query)
   pairs = [tokenizer.encode(f"{item.query} {choice}") for choice in item.choices]
   equal = (len(set(ids)) == 1 for ids in zip(query, *pairs))
   context = sum(itertools.takewhile(bool, equal))
+  for choice, ids in zip(item.choices, pairs):
+    if len(ids) <= context:
+      raise ConfigError(
+        f"eval.tasks has the choice {choice!r} after {item.query[-40:]!r}, for which"
+        " the tokenizer has no token; remove this item."
+      )
   cut = [max(len(ids) - seq_len, 0) for ids in pairs]
   return [
     Continuation(ids[n:], max(context - n, 0), n > 0) for ids, n in zip(pairs, cut)

@@ -132,7 +132,8 @@ def test_equal_texts_are_found_in_paragraphs_and_in_lines_of_json(tmp_path):
   texts = [f'Say "{i % 300}".' for i in range(400)]  # 100 texts are there twice.
   paragraphs.write_text("\n\n\n".join(texts))  # The last one has no line end.
   for file, field in ((lines, "text"), (others, "body")):
-    rows = [{"id": i, field: text, "at": field} for i, text in enumerate(texts)]
+    nested = {"id": {field: "one text, which is no document"}, "at": field}
+    rows = [nested | {field: text} for text in texts]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
   for source in (f"paragraphs:{paragraphs}", f"files:{lines}", f"files:{others}#body"):
     d = DataConfig(source=source)

@@ -191,6 +191,9 @@ def test_a_field_of_another_name_follows_a_hash(tmp_path):
   (tmp_path / "x#y" / "b.json").touch()
   (file,) = files.list_files(f"files:{tmp_path}/x#y")
   assert (file.kind, file.field) == ("lines", "text")
+  (tmp_path / "plain.txt").touch()
+  with pytest.raises(ConfigError, match="plain text has no field 'body'; remove #body"):
+    files.list_files(f"files:{tmp_path}/*.txt#body")
 
 
 def packed(suffix: str, content: bytes) -> bytes:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -44,6 +45,9 @@ def test_a_piece_across_the_boundary_is_scored_for_all_choices():
   assert first.ids == Pairs().encode("ab: x")
   assert second.ids == Pairs().encode("ab: by")
   assert [s.start for s in encode("ab", "x", "y")] == [2, 2]
+  stripped = types.SimpleNamespace(encode=lambda text: [*text.rstrip()])
+  with pytest.raises(ConfigError, match=r"choice '\\n' after 'ab', .* has no token"):
+    tasks.encode(stripped, tasks.Item("ab", ("x", "\n"), 0), 100)
 
 
 def test_long_sequences_keep_their_last_tokens():
