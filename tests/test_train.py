@@ -341,6 +341,10 @@ NOISY = "noisy_sgd(eta=0.01, gamma=0.5, key=0)"
       "inner.optimizer cannot step these",
     ),
     (
+      {"inner.optimizer": "rprop", "inner.weight_decay": 0.0},
+      "inner.optimizer cannot step these",
+    ),
+    (
       {"inner.optimizer": NOISY, "inner.weight_decay": 0.0},
       "inner.optimizer keeps a PRNG key",
     ),

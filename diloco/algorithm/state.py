@@ -184,6 +184,9 @@ def abstract_inner(c: Config, mesh: Mesh) -> tuple[PyTree, PyTree]:
       which needs data-parallel and float32.
   """
   optimizer, leading = optimizers.make_inner(c), (None if c.one_model else REPLICA,)
+  opt_at = optimizers.state_shardings(
+    "inner.optimizer", optimizer, abstract_params(c), mesh, leading
+  )
   # The key is made in eval_shape too, because the devices of a dry run cannot compute.
   params_M, opt_state_M = jax.eval_shape(lambda: init_inner(c, jax.random.key(0)))
   found = c.algorithm, c.model.param_dtype
@@ -194,9 +197,6 @@ def abstract_inner(c: Config, mesh: Mesh) -> tuple[PyTree, PyTree]:
       " data_parallel and float32."
     )
   params_at = sharding.shardings(params_M, mesh, leading)
-  opt_at = optimizers.state_shardings(
-    "inner.optimizer", optimizer, abstract_params(c), mesh, leading
-  )
   return sharding.structs((params_M, opt_state_M), (params_at, opt_at))
 
 

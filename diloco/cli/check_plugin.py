@@ -7,7 +7,7 @@ The command trains a tiny model on random tokens and two CPU devices. Each name 
 file registers gets its own run, with your FIELD=VALUE, which must turn the plug-in on.
 The command prints a line per check. Its exit status is 2 if any fails.
 
-size        a compressor's `size` is the length of its payload, which is uint8
+size        `size` of a compressor, or of a format's, is the length of the uint8 payload
 round trip  `decode` returns float32 (N, S); the line shows its relative error
 jit         a run of 12 inner steps and their syncs works; all losses are finite
 fsdp        with two shards of each tensor, the loss is within 2% of the loss of `jit`
@@ -155,7 +155,8 @@ def run(args: argparse.Namespace) -> int:
   for fields in cases(args.file, args.fields):
     title, c = " ".join(fields) or args.file, tiny(args.file, fields)
     whole, checks = list[PyTree](), (size, jit, fsdp, resume)
-    for check in checks if "wire.compressor=" in title else checks[1:]:
+    is_wire = "wire.compressor=" in title or "wire.format=" in title
+    for check in checks if is_wire else checks[1:]:
       try:
         print(f"ok    {title}  {check.__name__}: {check(c, whole)}", flush=True)
       except Exception as error:  # The code of a plug-in may raise anything.

@@ -150,6 +150,8 @@ class Log:
       elif event.kind == "receive":
         name = "sync" if event.step <= self._c.train.steps else "drain"
         self._last_sync = f"{name} {event.fragment} @ {event.step}"
+        update = [(None, values["outer_update_norm"])]
+        self._check_finite(event.step, update, "outer update norm")
       self.peers.report([event.kind, event.step, values, extra])
 
   def spent(self) -> Spent:
@@ -246,13 +248,14 @@ class Log:
 
   def _check_finite(self, t: int, per_replica: list, name: str) -> None:
     for m, value in per_replica:
+      who = "" if m is None else f" of replica {m}"
       if not (math.isfinite(value) or self.recovers(t)):
         saved = self._last_checkpoint()
         # Only the processes that hold replica m know: each may have to write.
         files.write_json(self.workdir / DIVERGED, {"step": t, name: str(value)})
         remote.put_back(self.workdir / DIVERGED)
         raise TrainingDiverged(
-          f"the {name} of replica {m} is {value} at step {t}; last good checkpoint:"
+          f"the {name}{who} is {value} at step {t}; last good checkpoint:"
           f" {'none' if saved is None else f'step {saved}'}, in"
           f" {self.workdir / 'checkpoints'}; the same command with a lower"
           " inner.learning_rate or outer.learning_rate goes on from there."

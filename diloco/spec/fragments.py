@@ -1,6 +1,7 @@
 """Divides parameters into fragments (Streaming DiLoCo, arXiv 2501.18512). No JAX."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -80,7 +81,8 @@ def make_fragments(
     The P fragments in the order in which they are sent.
 
   Raises:
-    ConfigError: the pattern is unknown, or the fragment is larger than the model.
+    ConfigError: the pattern is unknown, the fragment is larger than the model, or the
+      pattern of a plug-in leaves out or repeats a layer.
   """
   patterns = NAMES["fragments.pattern"]
   check_name("fragments.pattern", pattern, (*patterns, "whole"))
@@ -91,6 +93,12 @@ def make_fragments(
       f"fragments.size is {size}, but the model has {num_layers} layers; choose a size"
       f" from 1 to {num_layers}."
     )
-  blocks = [Fragment(tuple(ids)) for ids in patterns[pattern](num_layers, size)]
+  layers = [tuple(ids) for ids in patterns[pattern](num_layers, size)]
+  if sorted(itertools.chain(*layers)) != [*range(num_layers)] or not all(layers):
+    raise ConfigError(
+      f"fragments.pattern is {pattern!r}, which makes the fragments {layers}; return"
+      f" each of the {num_layers} layers once, and no empty fragment."
+    )
+  blocks = [Fragment(ids) for ids in layers]
   embed = [Fragment((), ("embed",))]
   return tuple(embed + blocks if embedding == "first" else blocks + embed)

@@ -116,7 +116,8 @@ class OuterStep:
   Attributes:
     run: called as run(sync, t, params_M, state, last_send) after inner step t, where
       `sync` is the `Streaming`. It returns parameters, outer state and events, as
-      `outer.outer_step` does.
+      `outer.outer_step` does. A final sync (`outer.final_sync`) calls only
+      `outer.outer_step`.
     states: {name: init} of the states that `run` keeps for each fragment p in
       `state.own[p][name]`; checkpoints contain them. `init` takes the fragment's
       parameters of all replicas, float32 leaves (M, n, ...) under `blocks`, else (M,

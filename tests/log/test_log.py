@@ -129,14 +129,14 @@ def test_only_sends_count_bytes_and_the_last_syncs_are_those_of_the_drain(
 ):
   tiny.train.steps = 24
   recorder = make_recorder(tiny, tmp_path)
-  norm = {"outer_grad_norm": jnp.ones(2)}
+  norm = {"outer_grad_norm": jnp.ones(2), "outer_update_norm": jnp.ones(())}
   recorder.events([Event("send", 1, 4, 10, norm), Event("receive", 1, 6, 10, norm)])
   assert recorder.ledger == Ledger({"1": [1, 10]}, peak=10, latest=[4, 10])
   recorder.flush()
   assert [r["bytes"] for r in metrics.read(tmp_path, "send")] == [10]
   assert ["bytes" in r for r in metrics.read(tmp_path, "receive")] == [False]
   for step, shown in ((24, "sync 1 @ 24"), (25, "drain 1 @ 25")):
-    recorder.events([Event("receive", 1, step, 0, {})])
+    recorder.events([Event("receive", 1, step, 0, norm)])
     assert recorder._last_sync == shown
   recorder.close()
 
@@ -144,6 +144,13 @@ def test_only_sends_count_bytes_and_the_last_syncs_are_those_of_the_drain(
 def test_metrics_of_all_processes_are_joined_by_replica():
   # Process 0 has its own pairs as tuples; those of the others come as JSON.
   assert _join([[(1, 0.5), (2, 0.5)], [[0, 0.7]]]) == [0.7, 0.5, 0.5]
+
+
+def test_an_outer_update_that_is_not_finite_stops_the_run(tiny, tmp_path):
+  recorder = make_recorder(tiny, tmp_path)
+  received = Event("receive", 0, 2, 0, {"outer_update_norm": jnp.array(jnp.nan)})
+  with pytest.raises(TrainingDiverged, match="the outer update norm is nan at step 2"):
+    recorder.events([received])
 
 
 @pytest.mark.parametrize("name", ["loss", "gradient norm", "outer gradient norm"])

@@ -27,6 +27,10 @@ def test_a_plug_in_adds_a_pattern_and_another_name_is_refused(monkeypatch):
   assert [f.layers for f in found] == [(0, 5), (1, 2, 3, 4), ()]
   with pytest.raises(ConfigError, match=r"pattern is .end.; choose one of strided"):
     make_fragments(6, 2, "end")
+  for layers in ([[0], [2]], [[0, 1], [1, 2]], [[0, 1, 2], []], [[0, 1, 2, 3]]):
+    monkeypatch.setitem(NAMES["fragments.pattern"], "bad", lambda *_, x=layers: x)
+    with pytest.raises(ConfigError, match="return each of the 3 layers once, and no"):
+      make_fragments(3, 2, "bad")
 
 
 @given(
