@@ -243,8 +243,9 @@ def plan(args: Args) -> Answer:
     curve = held_out(args)
     rows = [timed(row, curve, args["target"]) for row in rows]
   by_rate = {rate: [r for r in rows if r.gbits == rate] for rate in args["gbits"]}
-  best = {rate: recommended(some, "target" in args) for rate, some in by_rate.items()}
   good = {rate: efficient(some) for rate, some in by_rate.items()}
+  choices = good if "target" in args else by_rate
+  best = {rate: recommended(some, "target" in args) for rate, some in choices.items()}
   step, _ = arguments.assumed(args, base)
   batch = f"batch of {args['config'].tokens_per_step:,} tokens; ±: 90% interval"
   link = f"{', '.join(f'{rate:g}' for rate in by_rate)} Gbit/s"
@@ -252,6 +253,8 @@ def plan(args: Args) -> Answer:
   if len(by_rate) == 1:
     (rate,) = by_rate
     shown = by_rate[rate] if "all" in args else good[rate]
+    if (row := best[rate]) and row not in shown:  # A row that is less busy beats it.
+      shown = sorted([*shown, row], key=lambda r: r.hours)
     lines += [*table(shown, args), *advice(good[rate], best[rate], args)]
   else:
     shown = rows if "all" in args else [row for row in best.values() if row]
@@ -321,7 +324,7 @@ def efficient(rows: Sequence[Row]) -> list[Row]:
   """Leaves out rows that another row beats in hours and loss; sorts by hours."""
   kept, digits = list[Row](), lambda hours: float(f"{hours:.3g}")  # Rounds to 3 digits.
   for row in sorted(
-    rows, key=lambda r: (digits(r.hours), r.percent, r.bytes_per_token)
+    rows, key=lambda r: (digits(r.hours), r.percent, r.bytes_per_token, r.hours)
   ):
     if not kept or row.percent < kept[-1].percent:
       kept.append(row)

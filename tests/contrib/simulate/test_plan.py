@@ -218,6 +218,20 @@ def test_the_recommended_flags_can_be_typed(capsys, sample):
   assert "leave out overlap.taus, which would replace this tau" in note
 
 
+@pytest.mark.parametrize(
+  "args",
+  [
+    ["--config=chinchilla:1.3B,M=2,algorithm=diloco", "--chips=64", "--gbits=10"],
+    [*SAMPLE, "--gbits=1", "--sync_time=3"],  # Data-parallel is faster, but less busy.
+    [*SAMPLE, "--gbits=1", "--replicas=2,4", "--target=4"],
+  ],
+)
+def test_the_recommended_row_is_in_the_table(args, capsys, monkeypatch):
+  monkeypatch.setattr(plan, "held_out", lambda args: [(0.1, 5.0), (1.0, 3.0)])
+  found = json.loads(run(capsys, *args, "--json"))
+  assert found["recommended"][0] in found["rows"]
+
+
 def test_a_config_of_another_algorithm_has_the_same_settings(capsys, sample):
   flag = "--config.algorithm=diloco"
   diloco = load_config(str(ROOT / "configs" / "sample.py"), [flag])
