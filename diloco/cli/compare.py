@@ -127,8 +127,9 @@ def table(runs: Sequence[Run]) -> str:
 def above(groups: Sequence[Sequence[Run]]) -> list[str]:
   """Returns by how many % each group's held-out loss is above data-parallel's.
 
-  Each group is compared with the best data-parallel group that has the same model and
-  was evaluated after as many tokens on the same text. Losses are compared per seed.
+  Each group is compared with the best data-parallel group that shares a seed with it,
+  has the same model and was evaluated after as many tokens on the same text. Only
+  losses of the shared seeds count, and they are compared per seed.
   """
   found, texts = [_final(group) for group in groups], list[str]()
   pairs = [*zip(groups, found)]
@@ -136,12 +137,13 @@ def above(groups: Sequence[Sequence[Run]]) -> list[str]:
   for group, (tokens, losses) in pairs:
     run, same = group[0], model_fields(group[0].basis)
     rivals = (
-      theirs
+      {seed: theirs[seed] for seed in losses.keys() & theirs}
       for other, (t, theirs) in plain
       if t == tokens > 0 and not apart(run.basis, other.basis, *same)
     )
-    best = min(rivals, key=lambda theirs: np.mean([*theirs.values()]), default={})
-    gaps = [100 * (losses[seed] / best[seed] - 1) for seed in losses.keys() & best]
+    mean = lambda theirs: np.mean([*theirs.values()])
+    best = min(filter(None, rivals), key=mean, default={})
+    gaps = [100 * (losses[seed] / loss - 1) for seed, loss in best.items()]
     spread = f" ± {np.std(gaps, ddof=1):.2f}" if len(gaps) > 1 else ""
     texts.append(f"{np.mean(gaps):+.2f}{spread}" if gaps else "-")
   return texts
