@@ -158,7 +158,8 @@ def shape(size: str) -> tuple[int, int, int]:
   """Returns layers, heads and tokens of a size that is not in Table 3.
 
   Raises:
-    ConfigError: the size is not a number, or differs from every shape by over 20%.
+    ConfigError: the size is not a number, is below 10M, or differs from every shape by
+      over 20%.
   """
   unknown = ConfigError(
     f"the size is {size!r}; write one of {', '.join(SCALES)}, or any other from 10M on."
@@ -172,7 +173,7 @@ def shape(size: str) -> tuple[int, int, int]:
     return abs(math.log(paper.num_params(depth(heads), 64 * heads) / params))
 
   heads = min(range(4, 257), key=distance)
-  if distance(heads) > math.log(1.2):
+  if params < 10e6 or distance(heads) > math.log(1.2):
     raise unknown
   n = paper.num_params(depth(heads), 64 * heads)
   return depth(heads), heads, int(paper.CHINCHILLA * n)

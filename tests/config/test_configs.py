@@ -266,6 +266,7 @@ def test_other_sizes_have_the_nearest_shape_of_the_family(size, replicas):
   ("name", "arg", "said"),
   [
     ("chinchilla", "7X", "the size is '7X'; write one of 35M, .*, or any other from"),
+    ("chinchilla", "9M", "the size is '9M'; write one of 35M, .* other from 10M on"),
     ("chinchilla", "35M,K=2", "has 'K=2'; write M=<integer> H=<integer> algorithm=da"),
     ("chinchilla", "35M,M=0", "replicas is 0; give a positive number"),
     ("qwen3", "2B", "the size is '2B'; write sample"),
