@@ -41,12 +41,12 @@ class Send(NamedTuple):
 
 
 def planned(c: Config, first: int, last: int) -> list[Send]:
-  """Lists the sends of a config after the inner steps first..last."""
+  """Lists the sends after the inner steps first..last, and earlier ones in flight."""
   shapes = parameters(c.model)
   sizes = [sync_bytes(c.wire, c.replicas, f.shapes(shapes)) for f in c.make_fragments()]
-  schedule = c.make_schedule()
+  schedule, start = c.make_schedule(), max(first - max(c.overlap.taus), 1)
   return [
-    Send(t, p, sizes[p]) for t in range(first, last + 1) for p in schedule.sends(t)
+    Send(t, p, sizes[p]) for t in range(start, last + 1) for p in schedule.sends(t)
   ]
 
 
@@ -54,7 +54,7 @@ def window(c: Config, first: int | None, last: int | None) -> tuple[int, int]:
   """Returns the steps to draw; by default one round from just before the first send.
 
   Raises:
-    ConfigError: the config has no rounds.
+    ConfigError: the config has no rounds, or the run ends before `first`.
   """
   if not c.make_fragments():
     raise ConfigError(NO_ROUNDS)
@@ -62,7 +62,11 @@ def window(c: Config, first: int | None, last: int | None) -> tuple[int, int]:
   first = max(c.make_schedule().first_send(0) - margin, 1) if first is None else first
   if last is None:
     last = first + c.sync_every + max(c.overlap.taus) + margin + 1
-  return first, last
+  if first > c.train.steps:
+    raise ConfigError(
+      f"--first is {first}, after the end of the run; give at most {c.train.steps}."
+    )
+  return first, min(last, c.train.steps)
 
 
 def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
@@ -116,20 +120,21 @@ def draw(c: Config, sends: Sequence[Send], first: int, last: int, axes: Axes) ->
   colors = shades(COLORS[c.algorithm], count)
   for send in sends:
     p, t = send.fragment, send.step
-    if not first <= t <= last:
-      continue
     y, color = count - 1 - p, colors[p]
-    arrival, end = t + min(taus), t + max(taus)
+    # After its last step, the trainer receives all that is in flight.
+    merges = [min(t + tau, c.train.steps) for tau in taus]
+    arrival, end = min(merges), max(merges)
     axes.add_patch(Rectangle((t, y), arrival - t, HEIGHT, color=color))
     if end > arrival:
       waits = Rectangle((arrival, y), end - arrival, HEIGHT, fc=color, alpha=0.3, lw=0)
       axes.add_patch(waits)
-    axes.plot([t, t], [y + HEIGHT, base - 0.12], color=color, lw=0.8)
-    axes.plot(t, base - 0.12, "v", color=color, ms=4)
-    for row, tau in zip(rows, taus):
-      if t + tau <= last:
-        axes.plot([t + tau] * 2, [y + HEIGHT, row], ":", color=color, lw=0.8)
-        axes.plot([t + tau] * 2, [row - 0.08, row + 0.7], color=color, lw=2.5)
+    if t >= first:
+      axes.plot([t, t], [y + HEIGHT, base - 0.12], color=color, lw=0.8)
+      axes.plot(t, base - 0.12, "v", color=color, ms=4)
+    for row, merge in zip(rows, merges):
+      if first <= merge <= last:
+        axes.plot([merge] * 2, [y + HEIGHT, row], ":", color=color, lw=0.8)
+        axes.plot([merge] * 2, [row - 0.08, row + 0.7], color=color, lw=2.5)
   sizes = {send.fragment: f" ({prefixed(send.nbytes)}B)" for send in sends}
   for p, fragment in enumerate(fragments):
     rows[count - 1 - p] = content(fragment, c) + sizes.get(p, "")

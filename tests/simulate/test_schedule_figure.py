@@ -26,8 +26,10 @@ def test_bars_start_at_sends_and_end_at_arrivals(tiny):
   schedule, count = c.make_schedule(), len(c.make_fragments())
   sends, boxes, axes = drawn(c, 10, 30)
   assert [(s.step, s.fragment) for s in sends] == [
-    (t, p) for t in range(10, 31) for p in schedule.sends(t)
+    (t, p) for t in range(7, 31) for p in schedule.sends(t)
   ]
+  heads = [x.get_xdata()[0] for x in axes.lines if x.get_marker() == "v"]
+  assert heads == [s.step for s in sends if s.step >= 10] != [s.step for s in sends]
   flights = {(b.get_x(), count - 1 - b.get_y(), b.get_width()) for b in boxes}
   assert flights == {(s.step, s.fragment, 3) for s in sends}
   assert [len(steps.get_paths()) for steps in axes.collections] == [21] * c.replicas
@@ -38,7 +40,8 @@ def test_every_merge_is_a_mark_on_the_replica_that_merges(tiny):
   tiny.replicas, tiny.overlap.taus = 2, (1, 4)
   c = resolve(tiny)
   schedule, count = c.make_schedule(), len(c.make_fragments())
-  sends, boxes, axes = drawn(c, 8, 40)
+  assert schedule_figure.window(c, 10, 99) == (10, 40)
+  sends, boxes, axes = drawn(c, 10, 40)
   top = count + 0.6 + c.replicas - 1  # Bottom of replica 0.
   marks = {
     (x.get_xdata()[0], round(top - x.get_ydata()[0] - 0.08))
@@ -46,15 +49,17 @@ def test_every_merge_is_a_mark_on_the_replica_that_merges(tiny):
     if x.get_linewidth() == 2.5
   }
   expected = {
-    (t, m)
-    for t in range(8, 41)
-    for _, mask in schedule.arrivals(t)
+    (min(t, 40), m)  # The trainer drains after its last step.
+    for t in range(10, 45)
+    for _, mask in schedule.arrivals(t, last_send=40)
     for m, merges in enumerate(mask)
     if merges
   }
   assert marks == expected
   waits = [b for b in boxes if b.get_alpha() == 0.3]
-  assert {(b.get_x(), b.get_width()) for b in waits} == {(s.step + 1, 3) for s in sends}
+  assert {(b.get_x(), b.get_x() + b.get_width()) for b in waits} == {
+    (s.step + 1, min(s.step + 4, 40)) for s in sends if s.step < 39
+  }
 
 
 def test_rows_name_the_parameters_of_the_fragments(tiny):
@@ -81,6 +86,7 @@ def test_the_command_draws_any_config(tmp_path, capsys):
     ("--first=5 --last=4 --out=a.png", "draw from 1 to 1000 steps"),
     ("--first=0 --last=4 --out=a.png", "draw from 1 to 1000 steps"),
     ("--first=1 --last=1001 --out=a.png", "draw from 1 to 1000 steps"),
+    ("--first=3201 --out=a.png", "--first is 3201, after the end of the run; give at"),
     ("--out=a.txt", "--out is 'a.txt'; give a file such as run.png"),
     ("--config.algorithm=data_parallel --out=a.png", "which has no rounds; choose"),
   ],
