@@ -215,6 +215,8 @@ def train_command(params: str, own: bool, r: recommend_lib.Recommendation) -> st
   if own or r.params < 10e6:
     name = f"YOUR_CONFIG_OF_{params}"
     fields = {"algorithm": r.algorithm, "replicas": r.replicas} | fields
+  elif r.seq_len % 256:  # chinchilla computes the loss in chunks of 256 tokens.
+    fields["model.loss_chunk"] = 0
   flags = [f"--config.{field}={value}" for field, value in fields.items()]
   flags = [f"--config={name}", *flags, f"--workdir=runs/{params}"]
   return " ".join(["python -m diloco train", *flags])

@@ -14,7 +14,7 @@ from test_results import make_run, write
 from diloco.config.command_line import load_config
 from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws import recommend as lib
-from diloco.scaling_laws.__main__ import main
+from diloco.scaling_laws.__main__ import main, train_command
 from diloco.scaling_laws.fits import PowerLaw
 
 
@@ -267,6 +267,8 @@ def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
   c = load_config(config, flags)
   assert (c.algorithm, c.replicas, c.train.batch_size) == ("diloco", 2, 256)
   assert c.train.steps == 152_587
+  short = train_command("4B", own=False, r=lib.recommend(4e9, seq_len=1000)).split()
+  assert load_config(short[4][9:], short[5:-1]).model.loss_chunk == 0
   flags = "--params=4B", "--overtrain=2", "--algorithm=data_parallel"
   assert main(["recommend", *flags]) == 0
   text = capsys.readouterr().out
