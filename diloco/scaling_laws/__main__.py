@@ -102,7 +102,7 @@ def figures(args: argparse.Namespace) -> list[str]:
 
 
 def fit(args: argparse.Namespace) -> Json:
-  """Fits the laws of a CSV file; prints them and the problems of the runs.
+  """Fits the laws of a CSV file; prints them, and the runs' problems and notes.
 
   Returns:
     {law: {quantity: {parameter: {value, interval}}}, 'problems': [sentence]}. Each law
@@ -114,6 +114,7 @@ def fit(args: argparse.Namespace) -> Json:
   """
   table = runs.read(args.csv, parse_options(args.where, place="--where"))
   laws, problems = results.fit_runs(table, strict=not args.any)
+  problems += [note for law in laws.values() for note in law.notes]
   answer: dict[str, Json] = {}
   parameters = ["value [90% interval, Student's t]; batch in tokens"]
   missed = ["|log y - log y~| at the largest N of laws fitted to the others, by M"]

@@ -72,8 +72,9 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
   Returns:
     One row per cell, ordered by algorithm, M and N: the run with the least `choice`.
     Its `batch` is replaced by the result of `fit_best_batch` (Section 6.1), if this fit
-    finds a minimum. Two columns are added:
+    finds a minimum. Three columns are added:
       swept: the axes with two or more values in this cell.
+      lone: how many batches, except that of the best run, were tried with one rate.
       problems: sentences about the cell's grid.
 
   Raises:
@@ -243,8 +244,13 @@ def _best(runs: pd.DataFrame, axes: Sequence[str], failed: pd.DataFrame) -> dict
       batch = fit_best_batch(losses.index, losses, _name(best))
     except ValueError as error:
       problems.append(str(error))
-  swept = [axis for axis in axes if runs[axis].nunique() > 1]
-  return best.to_dict() | {"batch": batch, "swept": swept, "problems": problems}
+  rates = tried.groupby("batch")["learning_rate"].nunique()[losses.index]
+  return best.to_dict() | {
+    "batch": batch,
+    "swept": [axis for axis in axes if runs[axis].nunique() > 1],
+    "lone": (rates.drop(best["batch"]) == 1).sum(),
+    "problems": problems,
+  }
 
 
 def _axis_problem(

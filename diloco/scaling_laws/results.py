@@ -27,6 +27,7 @@ class Laws:
     seq_len: tokens per sequence; None if unknown.
     one_batch: the batch that all cells share; None if they differ.
     problems: sentences about the cells, and about quantities without a law.
+    notes: sentences about laws that may be biased, which is no reason to refuse them.
   """
 
   loss: Fit
@@ -39,6 +40,7 @@ class Laws:
   seq_len: int | None = None
   one_batch: float | None = None
   problems: tuple[str, ...] = ()
+  notes: tuple[str, ...] = ()
 
 
 def fit_runs(
@@ -123,6 +125,15 @@ def _laws(
       f"the runs of {name} had {least:.3g} to {most:.3g} tokens per parameter, which"
       " the law of the loss mixes: choose rows of one budget by --where."
     )
+  rate, batch = fit_swept("learning_rate"), fit_swept("batch")
+  lone = cells["lone"].sum()
+  # A sweep that ends at an interior best run leaves a cross. The loss at another batch
+  # is then too high, because its best rate differs from that of the best run.
+  note = (
+    f"{name}: at {lone} of the batches beside the best ones only one rate was tried, so"
+    " its law of the batch may be too near to the best runs' batches: tune the rate at"
+    " the other batches, too."
+  )
   # dict() keeps the last rate of each M, so the sort puts swept rates and large N last.
   outer = cells[cells["outer_learning_rate"] > 0]
   outer = outer.assign(swept=["outer_learning_rate" in s for s in outer["swept"]])
@@ -130,8 +141,8 @@ def _laws(
   lengths = pd.to_numeric(cells.get("seq_len", pd.Series()), errors="coerce").dropna()
   return Laws(
     loss,
-    fit_swept("learning_rate"),
-    fit_swept("batch"),
+    rate,
+    batch,
     tuple(sorted(set(cells["params"]))),
     tuple(replicas),
     (least, most) if least else None,
@@ -139,4 +150,5 @@ def _laws(
     int(lengths.iloc[0]) if len(lengths) else None,
     cells["batch"].iloc[0] if cells["batch"].nunique() == 1 else None,
     tuple(problems),
+    (note,) if batch and lone else (),
   )

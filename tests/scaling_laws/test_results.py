@@ -141,6 +141,18 @@ def test_a_value_that_all_runs_share_is_a_choice():
   assert (laws["diloco_M2"].batch, laws["diloco_M2"].outer_rates) == (None, {2: 0.6})
 
 
+def test_a_note_says_that_the_rate_was_not_tuned_at_other_batches(tmp_path, capsys):
+  full = make_runs((2,))
+  best_rate = np.isclose(full["learning_rate"], [RATE(n, 2) for n in full["params"]])
+  cross = full[at_best_batch(full) | best_rate]
+  path = write(tmp_path / "runs.csv", as_file(cross))
+  for command in (["fit", path], ["recommend", "--params=1e7", f"--results={path}"]):
+    assert cli.main(command) == 0
+    said = "diloco_M2: at 6 of the batches beside the best ones only one rate was tried"
+    assert capsys.readouterr().out.count(said) == 1
+  assert results.fit_runs(full)[0]["diloco_M2"].notes == ()
+
+
 def test_a_hyperparameter_that_was_not_swept_is_refused():
   full = make_runs()
   best = at_best_batch(full)
