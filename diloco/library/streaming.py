@@ -173,8 +173,12 @@ class Streaming:
 
     Args:
       params_M: parameters of all replicas, or their shapes.
+      t: number of finished inner steps.
+
+    Raises:
+      ConfigError: t is no whole number of at least 0.
     """
-    in_flight = self.sync.schedule.in_flight(t)
+    in_flight = self.sync.schedule.in_flight(arguments.whole_number("t", t))
     state = self.sync.abstract(self.layout.split(params_M), in_flight)
     place = NamedSharding(self.sync.mesh, P())
     steps = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
@@ -182,10 +186,11 @@ class Streaming:
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
-    return self.sync.sync_bytes(p)
+    return self.sync.sync_bytes(arguments.whole_number("p", p))
 
   def after_drain(self, last: int) -> "Streaming":
     """Returns the method for a run that goes on after `drain` at step `last`."""
+    last = arguments.whole_number("last", last)
     return dataclasses.replace(self, sync=self.sync.after_drain(last))
 
   def close(self) -> None:

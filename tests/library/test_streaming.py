@@ -1,6 +1,7 @@
 """The library: Streaming DiLoCo for any pytree, against NumPy and the trainer."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -320,6 +321,12 @@ def test_mistakes_are_named():
   for sizes, message in (((0,), "replicas is 0"), ((2, 1.5), "mesh.fsdp is 1.5")):
     with pytest.raises(diloco.ConfigError, match=message):
       diloco.replica_mesh(*sizes)
+  method = diloco.streaming(good, sync_every=6)
+  describe = functools.partial(method.abstract_state, good)
+  for call in (describe, method.after_drain, method.sync_bytes):
+    for number in (3.5, -1):
+      with pytest.raises(diloco.ConfigError, match=f"is {number}; give a whole"):
+        call(number)
 
 
 def test_a_stack_is_cut_as_in_the_trainer_by_default():
