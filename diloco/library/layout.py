@@ -8,10 +8,11 @@ turns a user's tree into this form and back, without copying an array.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import KeyPath, PyTreeDef
 
 from diloco.errors import ConfigError
@@ -50,15 +51,42 @@ class Layout:
   Attributes:
     structure: tree structure of the user's tree.
     names: top-level name and path of each leaf.
+    shapes: shape of each leaf, with the axis of the replicas.
   """
 
   structure: PyTreeDef
   names: tuple[tuple[str, str], ...]
+  shapes: tuple[tuple[int, ...], ...]
 
   def split(self, tree: PyTree) -> dict[str, dict[str, PyTree]]:
-    """Names the leaves of a user's tree."""
+    """Names the leaves of a user's tree.
+
+    Raises:
+      ConfigError: the tree has other leaves or shapes than the layout.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    shapes = tuple(map(np.shape, leaves))
+    if (structure, shapes) != (self.structure, self.shapes):
+      paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(tree)]
+      found = dict(zip(paths, shapes))
+      wanted = {path: shape for (_, path), shape in zip(self.names, self.shapes)}
+      pairs = [
+        (f"shape of the leaf {path}", found.get(path), wanted.get(path))
+        for path in wanted | found
+      ]
+      pairs.append(("structure", structure, self.structure))
+      what, own, ours = next(x for x in pairs if x[1] != x[2])
+      raise ConfigError(
+        f"the {what} of params_M is {own}, but {ours} in the params_M of"
+        " diloco.streaming (None: no such leaf); give parameters with the same leaves"
+        " and shapes, see diloco.replicate."
+      )
+    return self.name(leaves)
+
+  def name(self, leaves: Iterable[PyTree]) -> dict[str, dict[str, PyTree]]:
+    """Names one object for each leaf, in the order of the user's tree."""
     parts: dict[str, dict[str, PyTree]] = {}
-    for (name, path), leaf in zip(self.names, self.structure.flatten_up_to(tree)):
+    for (name, path), leaf in zip(self.names, leaves):
       parts.setdefault(name, {})[path] = leaf
     return parts
 
@@ -66,9 +94,10 @@ class Layout:
     """Inverts `split`."""
     return self.structure.unflatten([parts[name][path] for name, path in self.names])
 
-  def parameters(self, params_M: PyTree) -> Shapes:
-    """Returns the shapes of one replica's parameters, with their names."""
-    return self.split(jax.tree.map(lambda x: tuple(x.shape[1:]), params_M))
+  @property
+  def parameters(self) -> Shapes:
+    """The shapes of one replica's parameters, with their names."""
+    return self.name(shape[1:] for shape in self.shapes)
 
 
 def make_layout(
@@ -123,7 +152,8 @@ def make_layout(
     tops, parts = _stacked(named, fragments)
   else:
     tops, parts = _by_path(paths, fragments or (lambda path: 0))
-  return Layout(structure, tuple(zip(tops, paths))), parts
+  shapes = tuple(tuple(leaf.shape) for _, leaf in named)
+  return Layout(structure, tuple(zip(tops, paths)), shapes), parts
 
 
 def _by_path(

@@ -69,7 +69,12 @@ class Streaming:
 
   @plain_modes()
   def init(self, params_M: PyTree) -> OuterState:
-    """Makes the first outer state; its outer parameters are those of replica 0."""
+    """Makes the first outer state; its outer parameters are those of replica 0.
+
+    Raises:
+      ConfigError: params_M has other leaves or shapes than that of `streaming`. So do
+        `step`, `drain` and `abstract_state`.
+    """
     state = self.sync.init(self.layout.split(params_M))
     return dataclasses.replace(state, steps=_steps(0, 0))
 
@@ -288,7 +293,7 @@ def streaming(
     sync = algorithm.make_streaming(
       c,
       mesh,
-      layout.parameters(params_M),
+      layout.parameters,
       fragments=parts,
       schedule=schedule,
       optimizer=None if isinstance(outer, OuterConfig) else outer,

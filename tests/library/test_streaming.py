@@ -321,7 +321,22 @@ def test_mistakes_are_named():
   for sizes, message in (((0,), "replicas is 0"), ((2, 1.5), "mesh.fsdp is 1.5")):
     with pytest.raises(diloco.ConfigError, match=message):
       diloco.replica_mesh(*sizes)
+  given = (
+    (tree(), r"the shape of the leaf net/0/b of params_M is \(6,\), but \(2, 6\) in"),
+    (diloco.replicate(tree(), 1), r"net/0/b of params_M is \(1, 6\), but \(2, 6\) in"),
+    ({"net": good["net"]}, r"leaf z of params_M is None, but \(2, 5\) in"),
+    (bad, r"leaf count of params_M is \(2, 1\), but None in"),
+    ({**good, "net": tuple(good["net"])}, "the structure of params_M is PyTreeDef"),
+  )
   method = diloco.streaming(good, sync_every=6)
+  state = method.init(good)
+  step = lambda params_M: method.step(1, params_M, state)
+  drain = lambda params_M: method.drain(0, params_M, state)
+  abstract = lambda params_M: method.abstract_state(params_M, 0)
+  for params_M, message in given:
+    for call in (method.init, step, drain, abstract):
+      with pytest.raises(diloco.ConfigError, match=message):
+        call(params_M)
   describe = functools.partial(method.abstract_state, good)
   for call in (describe, method.after_drain, method.sync_bytes):
     for number in (3.5, -1):
