@@ -52,8 +52,9 @@ class OuterState:
       like the replicas' parameters; empty if the compressor has no state.
     in_flight: {p: payload} of each fragment that was sent and is not yet updated.
     own: for each fragment, {name: state} of plug-ins; see `plugins.OuterStep`.
-    steps: in the library, int32 [2] on the host: finished inner steps, and the step of
-      the last drain (0: none). None in the trainer, whose checkpoints record the two.
+    steps: in the library, int32 [4] on the host: finished inner steps, the step of the
+      last drain (0: none), and two digests of the method. None in the trainer, whose
+      checkpoints record all this.
   """
 
   theta: tuple[PyTree, ...]

@@ -16,6 +16,7 @@ ending `_M` of a name means this axis.
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -32,6 +33,7 @@ from diloco.config.resolve import check_some
 from diloco.errors import ConfigError
 from diloco.library import arguments
 from diloco.library.layout import Fragments, Layout, make_layout, path_of
+from diloco.mesh import sharding
 from diloco.mesh.modes import plain_modes
 from diloco.mesh.sharding import REPLICA
 from diloco.spec.fields import OuterConfig, WireConfig
@@ -76,7 +78,7 @@ class Streaming:
         `step`, `drain` and `abstract_state`.
     """
     state = self.sync.init(self.layout.split(params_M))
-    return dataclasses.replace(state, steps=_steps(0, 0))
+    return dataclasses.replace(state, steps=self._steps(0, 0))
 
   @plain_modes()
   def step(
@@ -101,7 +103,7 @@ class Streaming:
     t, drained = self._check("t", t, 1, state), self.sync.schedule.drained
     parts_M = self.layout.split(params_M)
     parts_M, state, events = self.sync.step(t, parts_M, state)
-    state = dataclasses.replace(state, steps=_steps(t, drained))
+    state = dataclasses.replace(state, steps=self._steps(t, drained))
     return self.layout.join(parts_M), state, events
 
   def overlapped(self, train_step: TrainStep) -> OverlappedStep:
@@ -161,7 +163,7 @@ class Streaming:
     last = self._check("last", last, 0, state)
     parts_M = self.layout.split(params_M)
     parts_M, state, events = self.sync.drain(last, parts_M, state, final_sync)
-    state = dataclasses.replace(state, steps=_steps(last, last))
+    state = dataclasses.replace(state, steps=self._steps(last, last))
     return self.layout.join(parts_M), state, events
 
   @plain_modes()
@@ -169,7 +171,11 @@ class Streaming:
     """Returns the outer parameters, float32, without the axis of the replicas.
 
     The papers evaluate these parameters (2501.18512, Table 3).
+
+    Raises:
+      ConfigError: a method with other parameters, fragments or outer made `state`.
     """
+    self._check_maker(state, numbers=3)
     return self.layout.join(self.sync.params(state))
 
   @plain_modes()
@@ -186,7 +192,7 @@ class Streaming:
     in_flight = self.sync.schedule.in_flight(arguments.whole_number("t", t))
     state = self.sync.abstract(self.layout.split(params_M), in_flight)
     place = NamedSharding(self.sync.mesh, P())
-    steps = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
+    steps = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=place)
     return dataclasses.replace(state, steps=steps)
 
   def sync_bytes(self, p: int) -> int:
@@ -205,29 +211,51 @@ class Streaming:
   def _check(self, name: str, step: int, ahead: int, state: OuterState) -> int:
     """Returns `step` as an int; refuses a `state` of another step than `step - ahead`.
 
-    It also refuses a state whose last drain or fragments in flight do not fit.
+    It also refuses a state of another method, or whose last drain does not fit.
     """
     step = arguments.whole_number(name, step)
-    last, drained = np.asarray(state.steps).tolist()
+    last, drained = np.asarray(state.steps)[:2].tolist()
     if step != last + ahead:
       raise ConfigError(
         f"{name} is {step}, but state is that after step {last}; call step once after"
         f" every inner step, so that {name} is {last + ahead} here."
       )
-    schedule = self.sync.schedule
-    if drained != schedule.drained:
+    first = self.sync.schedule.drained
+    if drained != first:
       raise ConfigError(
         f"state was drained after step {drained} (0: never), but this method begins"
-        f" after step {schedule.drained}; use method.after_drain({drained})."
+        f" after step {first}; use method.after_drain({drained})."
       )
-    flying = schedule.in_flight(last)
-    if state.in_flight.keys() != flying.keys():
-      raise ConfigError(
-        f"state has the fragments {sorted(state.in_flight)} in flight after step"
-        f" {last}, but this method has {sorted(flying)}; drain with the method of the"
-        f" state, then use the new method's after_drain({last})."
-      )
+    self._check_maker(state)
     return step
+
+  def _check_maker(self, state: OuterState, numbers: int = 4) -> None:
+    """Refuses a state of another method; compares the first `numbers` of `steps`."""
+    steps = np.asarray(state.steps).tolist()
+    own = self._steps(last=steps[0], drained=steps[1]).tolist()
+    if steps[:numbers] != own[:numbers]:
+      raise ConfigError(
+        "state was made by a method with another params_M, fragments, outer,"
+        " sync_every, tau or wire; use that method, or drain with that method before"
+        " you change sync_every, tau or wire.format."
+      )
+
+  def _steps(self, last: int, drained: int) -> np.ndarray:
+    """Makes `OuterState.steps`."""
+    schedule = self.sync.schedule
+    # After a drain nothing is in flight, so a method with other values may go on.
+    now = (schedule.sync_every, schedule.taus, self.sync.wire) if last > drained else ()
+    numbers = [last, drained, self._shapes, _digest(now)]
+    return np.asarray(numbers, np.uint32).view(np.int32)
+
+  @functools.cached_property
+  @plain_modes()
+  def _shapes(self) -> int:
+    """The digest of the fragments, and of the state's paths, shapes and dtypes."""
+    params_M = sharding.abstract(self.layout.name(self.layout.shapes), "float32")
+    leaves = jax.tree.leaves_with_path(self.sync.abstract(params_M))
+    shapes = [(path_of(path), x.shape, x.dtype.name) for path, x in leaves]
+    return _digest((self.sync.fragments, shapes))
 
   def _describe(self, fragment: Fragment) -> tuple[str, ...]:
     parts, layers = self.sync.parameters, list(fragment.layers)
@@ -365,6 +393,5 @@ def replicate(params: PyTree, replicas: int, mesh: Mesh | None = None) -> PyTree
   return jax.device_put(params_M, NamedSharding(mesh, P(REPLICA)))
 
 
-def _steps(last: int, drained: int) -> np.ndarray:
-  """Makes `OuterState.steps`."""
-  return np.asarray([last, drained], np.int32)
+def _digest(x: object) -> int:
+  return zlib.crc32(repr(x).encode())

@@ -213,10 +213,7 @@ def test_a_state_takes_no_step_but_the_next():
       refused(method.drain, t, at_6, f"last is {t}, {after} 6; .* last is 6 here")
     for t in (7.0, "7", None):
       refused(method.step, t, at_6, f"t is {t!r}; give a whole number")
-    message = (
-      r"state has the fragments \[0\] in flight after step 6, .* method has \[\]"
-    )
-    refused(make(0).step, 7, at_6, message)
+    refused(make(0).step, 7, at_6, "state was made by a method with another")
     message = r"state was drained after step 0 \(0: never\), .* begins after step 6"
     refused(method.after_drain(6).step, 7, at_6, message)
   params_M, state, _ = method.drain(6, params_M, state)
@@ -228,6 +225,37 @@ def test_a_state_takes_no_step_but_the_next():
     params_M, state, events = method.step(t, params_M, state)
     kinds += [(e.kind, t) for e in events]
   assert kinds == [("send", 12), ("receive", 13)]
+
+
+def test_a_state_takes_no_method_but_its_own():
+  stack = {"blocks": {"w": jnp.arange(24.0).reshape(6, 4)}, "rest": jnp.ones(5)}
+  params_M = diloco.replicate(stack, M)
+
+  def make(pattern="strided", size=3, rest="last", **changed):
+    layers = diloco.Stacked("blocks", size=size, pattern=pattern, rest=rest)
+    given = {"sync_every": 6, "tau": (2, 4), "wire": "e3m0", "fragments": layers}
+    return diloco.streaming(params_M, **given | changed)
+
+  method = make()
+  state, other = method.init(params_M), diloco.OuterConfig("adam")
+  message = "state was made by a method with another"
+  refused = functools.partial(pytest.raises, diloco.ConfigError, match=message)
+  for t in range(1, 7):
+    params_M, state, _ = method.step(t, params_M, state)
+  layouts = [make("sequential"), make(size=2), make(rest="first"), make(outer=other)]
+  later = [make(wire="e2m1"), make(tau=2), make(sync_every=7)]
+  for changed in layouts + later:
+    with refused():
+      changed.step(7, params_M, state)
+  for changed in layouts:
+    with refused():
+      changed.params(state)
+  params_M, state, _ = method.drain(6, params_M, state)
+  for changed in later:  # Nothing is in flight.
+    copies_M, copy = jax.tree.map(jnp.copy, (params_M, state))
+    changed.after_drain(6).step(7, copies_M, copy)
+  with refused():
+    layouts[0].after_drain(6).step(7, params_M, state)
 
 
 SHAPES = [(), (1,), (7,), (3, 5), (1, 1, 3), (70_001,)]
