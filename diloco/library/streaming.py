@@ -17,7 +17,7 @@ ending `_M` of a name means this axis.
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,8 @@ class Streaming:
     Raises:
       ConfigError: `state` is not the state of this method after step t - 1.
     """
-    t, drained = self._check("t", t, 1, state), self.sync.schedule.drained
+    t, state = self._check("t", t, 1, state)
+    drained = self.sync.schedule.drained
     parts_M = self.layout.split(params_M)
     parts_M, state, events = self.sync.step(t, parts_M, state)
     state = dataclasses.replace(state, steps=self._steps(t, drained))
@@ -133,7 +134,7 @@ class Streaming:
     def step(
       t: int, params_M: PyTree, opt_state_M: PyTree, state: OuterState, *more: PyTree
     ) -> tuple[PyTree, PyTree, PyTree, OuterState]:
-      t = self._check("t", t, 1, state)
+      t, state = self._check("t", t, 1, state)
       if not self.sync.overlap_steps(t - 1):
         return *alone(params_M, opt_state_M, *more), state
       sent = self.sync.schedule.sends(t - 1)
@@ -160,7 +161,7 @@ class Streaming:
     Raises:
       ConfigError: `state` is not the state of this method after step `last`.
     """
-    last = self._check("last", last, 0, state)
+    last, state = self._check("last", last, 0, state)
     parts_M = self.layout.split(params_M)
     parts_M, state, events = self.sync.drain(last, parts_M, state, final_sync)
     state = dataclasses.replace(state, steps=self._steps(last, last))
@@ -175,8 +176,7 @@ class Streaming:
     Raises:
       ConfigError: a method with other parameters, fragments or outer made `state`.
     """
-    self._check_maker(state, numbers=3)
-    return self.layout.join(self.sync.params(state))
+    return self.layout.join(self.sync.params(self._place(state, numbers=3)))
 
   @plain_modes()
   def abstract_state(self, params_M: PyTree, t: int) -> OuterState:
@@ -208,10 +208,13 @@ class Streaming:
     """Waits until the thread of transport="host" has no more work."""
     self.sync.place.settle()
 
-  def _check(self, name: str, step: int, ahead: int, state: OuterState) -> int:
-    """Returns `step` as an int; refuses a `state` of another step than `step - ahead`.
+  def _check(
+    self, name: str, step: int, ahead: int, state: OuterState
+  ) -> tuple[int, OuterState]:
+    """Refuses a `state` of another step than `step - ahead`, or of another last drain.
 
-    It also refuses a state of another method, or whose last drain does not fit.
+    Returns:
+      `step` as an int, and the state that `_place` returns.
     """
     step = arguments.whole_number(name, step)
     last, drained = np.asarray(state.steps)[:2].tolist()
@@ -226,11 +229,14 @@ class Streaming:
         f"state was drained after step {drained} (0: never), but this method begins"
         f" after step {first}; use method.after_drain({drained})."
       )
-    self._check_maker(state)
-    return step
+    return step, self._place(state)
 
-  def _check_maker(self, state: OuterState, numbers: int = 4) -> None:
-    """Refuses a state of another method; compares the first `numbers` of `steps`."""
+  @plain_modes()
+  def _place(self, state: OuterState, numbers: int = 4) -> OuterState:
+    """Puts NumPy arrays, as those of a pickle, where they lie in a run.
+
+    Refuses a state of another method: compares the first `numbers` of `steps`.
+    """
     steps = np.asarray(state.steps).tolist()
     own = self._steps(last=steps[0], drained=steps[1]).tolist()
     if steps[:numbers] != own[:numbers]:
@@ -239,6 +245,20 @@ class Streaming:
         " sync_every, tau or wire; use that method, or drain with that method before"
         " you change sync_every, tau or wire.format."
       )
+    leaves = jax.tree.leaves(dataclasses.replace(state, steps=None))
+    if all(isinstance(x, jax.Array) for x in leaves):
+      return state
+    likes, structure = jax.tree.flatten(self._abstract(state.in_flight))
+    placed = [
+      x if isinstance(x, jax.Array) else sharding.place(x, like.sharding)
+      for x, like in zip(leaves, likes)
+    ]
+    return dataclasses.replace(jax.tree.unflatten(structure, placed), steps=state.steps)
+
+  def _abstract(self, in_flight: Iterable[int] = ()) -> OuterState:
+    """Describes a state without `steps`."""
+    params_M = sharding.abstract(self.layout.name(self.layout.shapes), "float32")
+    return self.sync.abstract(params_M, in_flight)
 
   def _steps(self, last: int, drained: int) -> np.ndarray:
     """Makes `OuterState.steps`."""
@@ -252,8 +272,7 @@ class Streaming:
   @plain_modes()
   def _shapes(self) -> int:
     """The digest of the fragments, and of the state's paths, shapes and dtypes."""
-    params_M = sharding.abstract(self.layout.name(self.layout.shapes), "float32")
-    leaves = jax.tree.leaves_with_path(self.sync.abstract(params_M))
+    leaves = jax.tree.leaves_with_path(self._abstract())
     shapes = [(path_of(path), x.shape, x.dtype.name) for path, x in leaves]
     return _digest((self.sync.fragments, shapes))
 

@@ -183,7 +183,11 @@ def test_hosts_and_optax_change_nothing():
     method = diloco.streaming(
       params_M, sync_every=5, tau=2, wire="e3m0", transport=transport, outer=outer
     )
-    found.append(train(method, params_M)[1])
+    states, end = train(method, params_M)
+    params_M, state = states[6]  # NumPy arrays, with a payload in flight.
+    assert_equal(method.params(state), tree())  # Nothing has arrived yet.
+    assert_equal(train(method, params_M, 6, state)[1], end)
+    found.append(end)
     method.close()
   assert_equal(found[0], found[1])
   for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[2])):
