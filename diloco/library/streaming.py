@@ -182,6 +182,9 @@ class Streaming:
   def abstract_state(self, params_M: PyTree, t: int) -> OuterState:
     """Describes the state after step t, for tools that restore it, such as Orbax.
 
+    `method.after_drain(T).abstract_state(params_M, T)` describes a state that was saved
+    after `drain` at step T.
+
     Args:
       params_M: parameters of all replicas, or their shapes.
       t: number of finished inner steps.
@@ -200,7 +203,13 @@ class Streaming:
     return self.sync.sync_bytes(arguments.whole_number("p", p))
 
   def after_drain(self, last: int) -> "Streaming":
-    """Returns the method for a run that goes on after `drain` at step `last`."""
+    """Returns the method for a run that goes on after `drain` at step `last`.
+
+    Only here may a run change its sync_every, tau or wire.format.
+
+    Raises:
+      ConfigError: `last` is no whole number of at least 0.
+    """
     last = arguments.whole_number("last", last)
     return dataclasses.replace(self, sync=self.sync.after_drain(last))
 

@@ -225,6 +225,8 @@ def test_a_state_takes_no_step_but_the_next():
   refused(method.step, 7, state, message)
   refused(method.drain, 6, state, message)
   method, kinds = method.after_drain(6), []
+  like = method.abstract_state(params_M, 6)
+  assert jax.tree.map(np.shape, like) == jax.tree.map(np.shape, state)
   for t in range(7, 14):
     params_M, state, events = method.step(t, params_M, state)
     kinds += [(e.kind, t) for e in events]
