@@ -238,8 +238,8 @@ class ModelConfig(Extended):
   # Type of activations and matrix products. Logits and softmax are always float32.
   dtype: DType = "bfloat16"
   # Type of the replicas' parameters and of the inner optimizer's moments. Outer
-  # parameters are always float32. bfloat16 rounds to 1/256: it loses steps below 1/512
-  # of a value, and a second moment with b2 above 0.996 never falls.
+  # parameters are always float32. bfloat16 keeps 8 bits of a value: a step below 1/512
+  # of the value is lost, and a second moment with b2 above 0.996 never falls.
   param_dtype: DType = "float32"
   # The part of a block that the backward pass recomputes, to save memory. dots: all but
   # matrix products and the kernels of attention. full: all. none: nothing.

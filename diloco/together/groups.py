@@ -14,7 +14,7 @@ FIELDS = (
   " of sgd in outer.optimizer"
 )
 _VARIED = ("seed", "inner.learning_rate", "outer.learning_rate")
-# A run whose momentum is no number below 1 trains alone: there it is refused.
+# A run whose momentum is no number below 1 trains alone; its own start refuses it.
 _MOMENTUM = re.compile(r"^(\s*sgd\((?:[^)]*[\s,])?momentum\s*=\s*)0?(\.\d+)?(?=[,)\s])")
 # {field: the value that a run in a group must have}
 _NEEDED = {
