@@ -120,7 +120,7 @@ def get_sweep(argument: str = "") -> Sweep:
     plain |= {"size": size, "method": PLAIN}
     grids += _tuned(plain, [_lr(PLAIN_LR[size])], known=size != "270k")
     for h, (k, rate, momentum) in FIRST[size].items():
-      for method in ("streaming", AVERAGED)[: 1 if size == MUON else 2]:
+      for method in ("streaming",) if size == MUON else ("streaming", AVERAGED):
         own = {"case": f"{size} {method}, H = {h}", "method": method, "sync_every": h}
         axes = [_lr(k), Axis("outer_lr", (0.35, 0.5, 0.7, 1.0, 1.4), (rate,))]
         axes += [Axis("momentum", (0.3, 0.5, 0.7, 0.8, 0.9), (momentum,))]

@@ -248,12 +248,12 @@ class Log:
 
   def _check_finite(self, t: int, per_replica: list, name: str) -> None:
     for m, value in per_replica:
-      who = "" if m is None else f" of replica {m}"
       if not (math.isfinite(value) or self.recovers(t)):
         saved = self._last_checkpoint()
         # Only the processes that hold replica m know: each may have to write.
         files.write_json(self.workdir / DIVERGED, {"step": t, name: str(value)})
         remote.put_back(self.workdir / DIVERGED)
+        who = "" if m is None else f" of replica {m}"
         raise TrainingDiverged(
           f"the {name}{who} is {value} at step {t}; last good checkpoint:"
           f" {'none' if saved is None else f'step {saved}'}, in"

@@ -15,7 +15,8 @@ FIELDS = (
 )
 _VARIED = ("seed", "inner.learning_rate", "outer.learning_rate")
 # A run whose momentum is no number below 1 trains alone; its own start refuses it.
-_MOMENTUM = re.compile(r"^(\s*sgd\((?:[^)]*[\s,])?momentum\s*=\s*)0?(\.\d+)?(?=[,)\s])")
+_BELOW_1 = r"(?:0?\.\d+|0|\d(?:\.\d+)?[eE]-0*[1-9]\d*)(?=[,)\s])"
+_MOMENTUM = re.compile(r"^(\s*sgd\((?:[^)]*[\s,])?momentum\s*=\s*)" + _BELOW_1)
 # {field: the value that a run in a group must have}
 _NEEDED = {
   "overlap.transport": "device",

@@ -31,7 +31,7 @@ def outer(text):
     ({"inner.weight_decay": 0.1}, {}, True),
     ({"inner.weight_decay": 0.0}, {}, False),
     (outer("sgd(momentum=0.25, nesterov=True)"), {}, True),
-    (outer("sgd(nesterov=True, momentum = .5)"), outer(NESTEROV), True),
+    (outer("sgd(nesterov=True, momentum = 5e-1)"), outer(NESTEROV), True),
     (outer("sgd(nesterov=True, momentum = 1.5)"), outer(NESTEROV), False),
     (outer("sgd(momentum=0.9)"), {}, False),
     (outer("sgd()"), outer("sgd(momentum=0.9)"), False),
