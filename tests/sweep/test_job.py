@@ -71,7 +71,7 @@ def test_a_signal_to_a_job_or_to_all_processes_lets_the_trainer_save(run, send, 
   """
   command = [sys.executable, "-m", "diloco.sweep.job", str(run)]
   started = subprocess.Popen(command, start_new_session=True)
-  running.wait(lambda: _handles_sigterm(started.pid), started)
+  running.wait(lambda: _handles_stops(started.pid), started)
   send(started.pid, number)
   started.wait()
   ended = json.loads((run / "ended.json").read_text())
@@ -99,11 +99,11 @@ def test_kill_ends_a_job_and_its_trainer(run):
   assert not (run / "ended.json").exists()
 
 
-def _handles_sigterm(pid: int) -> bool:
-  """Whether a process has a handler for SIGTERM, from Linux's bit mask."""
+def _handles_stops(pid: int) -> bool:
+  """Whether a process handles the last of STOPS, from Linux's bit mask."""
   status = pathlib.Path(f"/proc/{pid}/status").read_text()
   caught = int(status.split("SigCgt:")[1].split()[0], 16)
-  return bool(caught >> (signal.SIGTERM - 1) & 1)
+  return bool(caught >> (job.STOPS[-1] - 1) & 1)
 
 
 def test_a_run_is_bound_to_cores_that_the_others_leave_free(tmp_path, monkeypatch):
