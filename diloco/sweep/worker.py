@@ -2,10 +2,12 @@
 
 python -m diloco worker RESULTS/runs/NAME RESULTS/runs/NAME ...
 
-Each RUN has a config.json, and gets the files that diloco.main writes to --workdir.
+Each RUN has a config.json, and gets the files that diloco.main writes to --workdir. If
+memory runs out, the worker starts itself again with half as many runs at once.
 """
 
 import argparse
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.sweep import saved, table
 from diloco.together import groups
-from diloco.util.command import Parser, guarded, interrupted
+from diloco.util.command import Parser, guarded, in_range, interrupted
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
   if jax.device_count() > 1:
     reason = f"there are {jax.device_count()} devices, and one device trains a group"
   try:
-    for group in _by_position(runs):
+    for group in _by_position(runs, args.most):
       if reason or len(group) == 1:
         print_line(f"Training one by one{': ' * bool(reason)}{reason}.")
         for one in group:
@@ -61,13 +63,19 @@ def run(args: argparse.Namespace) -> int:
     found = memory.explain(error)
     if not found:
       raise
-    print(f"error: {found} With fewer runs at once (--vectorize) less is needed.")
-    return 1
+    if reason or len(group) == 1:
+      print(f"error: {found}")
+      return 1
+    half = len(group) // 2
+    print_line(f"With {len(group)} runs at once, {found} Now at most {half} at once.")
+    # A new program frees all of the device's memory, and has the locks and the process
+    # number of this one.
+    os.execv(sys.executable, [*sys.orig_argv, f"--most={half}"])
   return 0
 
 
-def _by_position(runs: Sequence) -> list[list]:
-  """Groups runs whose newest checkpoints have the same step.
+def _by_position(runs: Sequence, most: int) -> list[list]:
+  """Makes groups of at most `most` runs whose newest checkpoints have the same step.
 
   A run is alone in its group if its last step is saved, if its checkpoint is damaged,
   or if it was extended: an extended run has another schedule (`Schedule.drained`).
@@ -83,13 +91,17 @@ def _by_position(runs: Sequence) -> list[list]:
     except (ValueError, OSError, TypeError):
       alone = True
     found.setdefault(one.workdir if alone else step, []).append(one)
-  return list(found.values())
+  return [
+    some[i : i + most] for some in found.values() for i in range(0, len(some), most)
+  ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco worker", description=__doc__)
   help_ = "folders --results/runs/NAME of a sweep, each with a config.json"
   parser.add_argument("run", metavar="RUN", type=pathlib.Path, nargs="+", help=help_)
+  help_ = "the most runs to train at once"
+  parser.add_argument("--most", type=in_range(1), default=1 << 30, help=help_)
   return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -210,6 +212,38 @@ def test_runs_that_fail_alone_leave_the_rest_of_the_group(tmp_path, alone):
   assert (folders[2] / "summary.json").exists()
 
 
+# A worker on a device that has memory for two runs.
+TWO_FIT = """
+import sys
+import jax
+from diloco.sweep import worker
+from diloco.together import training
+
+train = training.train
+
+def train_two(runs):
+  if len(runs) > 2:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: allocating 9 GiB")
+  return train(runs)
+
+training.train = train_two
+sys.exit(worker.main())
+"""
+
+
+@pytest.mark.slow("groups of whole runs")
+def test_a_group_that_does_not_fit_is_halved(tmp_path, alone):
+  folders = folders_of(tmp_path, "streaming", POINTS)
+  command = [sys.executable, "-c", TWO_FIT, *map(str, folders)]
+  told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+  assert "With 4 runs at once, out of memory: " in told
+  groups = [line for line in told.splitlines() if line.startswith("Training together")]
+  names = ["Training together: 0 1.", "Training together: 2 3."]
+  assert groups == ["Training together: 0 1 2 3.", *names]
+  for folder, point in zip(folders, POINTS):
+    check(folder, alone("streaming", point))
+
+
 def test_a_crash_is_not_blamed_on_the_divergence_of_another_run(tmp_path):
   log = tmp_path / "log.txt"
   lines = ["failed: the loss of replica 0 is nan at step 10", "Killed by a fault"]
@@ -227,6 +261,8 @@ def test_sigterm_ends_all_groups_of_a_process(tmp_path, monkeypatch):
   # Its thread would end the tests at their second Ctrl-C.
   monkeypatch.setattr(stop, "watch_signals", lambda: None)
   monkeypatch.setattr(together, "train", stopped)
-  monkeypatch.setattr(run_together, "_by_position", lambda runs: [runs[:2], runs[2:]])
+  monkeypatch.setattr(
+    run_together, "_by_position", lambda runs, most: [runs[:2], runs[2:]]
+  )
   assert run_together.main([*map(str, folders)]) == 0
   assert trained == [2]
