@@ -204,18 +204,18 @@ class Session:
     events: list[Event],
   ) -> None:
     """Writes the logs."""
-    for run, own, own_events in self._logged(metrics, events):
+    for run, run_metrics, run_events in self._logged(metrics, events):
       with run.own():
-        run.log.launched(steps, own, own_events)
+        run.log.launched(steps, run_metrics, run_events)
     self.profile.end(steps, state)
 
   def _evaluate(self, steps: range, t: int, state: TrainState, *_: object) -> None:
     """Evaluates the state; `finish` evaluates the state after the last step."""
     if t < self.last:
       with self._paused():
-        for run, own in self._each(state):
+        for run, run_state in self._each(state):
           with run.own():
-            scores = self.evaluation(self.method.params(own))
+            scores = self.evaluation(self.method.params(run_state))
             run.log.evaluation(t, scores.numbers)
 
   def _checkpoint(self, steps: range, t: int, state: TrainState, *_: object) -> None:
@@ -237,12 +237,12 @@ class Session:
       raise Stopped
 
   def _save(self, t: int, state: TrainState, finished: bool = False) -> None:
-    for run, own in self._each(state):
+    for run, run_state in self._each(state):
       if t <= (run.checkpoints.latest or 0):
         continue  # Step t or, if the method went back, a later step is saved already.
       with run.own():
         run.log.flush()  # Raises if a loss is not finite: that state is not saved.
-        run.checkpoints.save(t, own, self._record(run, finished))
+        run.checkpoints.save(t, run_state, self._record(run, finished))
 
   def _record(self, run: Run, finished: bool) -> Record:
     """Makes the record of a run from all processes; all must call this method."""
@@ -289,28 +289,28 @@ class Session:
     self._report_events(events)
     self._save(self.last, state, finished=True)
     self.stop.finished(self.last, self.where)
-    found = self._summarise(state)
+    run_summary = self._summarise(state)
     self.method.close("finished")
-    return found
+    return run_summary
 
   def summary(self) -> Json:
     """Returns the summary of a run that an earlier session finished."""
     [run] = self.runs
-    found = summary.read(run.workdir, run.peers)
-    if not found:
+    run_summary = summary.read(run.workdir, run.peers)
+    if not run_summary:
       return self._summarise(self.state)
     if run.peers.index == 0:
-      summary.report(run.workdir, found)
-    return found
+      summary.report(run.workdir, run_summary)
+    return run_summary
 
   def _summarise(self, state: TrainState) -> Json:
-    found = Json()
-    for run, own in self._each(state):
+    run_summary = Json()
+    for run, run_state in self._each(state):
       with run.own():
-        found = summary.make(
-          run.c, self.method, own, self.mesh, self.evaluation, run.log
+        run_summary = summary.make(
+          run.c, self.method, run_state, self.mesh, self.evaluation, run.log
         )
-    return found
+    return run_summary
 
   def _report_events(self, events: list[Event]) -> None:
     """Gives each log its part of the events after the last launch."""
@@ -333,9 +333,9 @@ class Session:
   ) -> Iterator[tuple[Run, list[InnerMetrics], list[Event]]]:
     """Yields the runs that go on, with metrics and events; waits for no device."""
     metrics = [event.metrics for event in events]
-    for run, (own, parts) in self._each((by_step, metrics)):
-      pairs = zip(events, parts)
-      yield run, own, [dataclasses.replace(e, metrics=part) for e, part in pairs]
+    for run, (run_metrics, parts) in self._each((by_step, metrics)):
+      run_events = [dataclasses.replace(e, metrics=m) for e, m in zip(events, parts)]
+      yield run, run_metrics, run_events
 
   def _each(self, arrays: PyTree) -> Iterator[tuple[Run, PyTree]]:
     """Yields the runs that have not failed, each with its part of the arrays."""
@@ -404,8 +404,8 @@ def open_runs(
     stack.enter_context(jax.set_mesh(mesh))
     # Runs with the same seed read the same text.
     batches = {
-      seed: stack.enter_context(contextlib.closing(Batches(own, mesh, part)))
-      for seed, own in {run.c.seed: run.c for run in runs}.items()
+      seed: stack.enter_context(contextlib.closing(Batches(run_c, mesh, part)))
+      for seed, run_c in {run.c.seed: run.c for run in runs}.items()
     }
     evaluation = Evaluation(c, mesh)
     read = contents(c, evaluation.tokenizer, evaluation.held_out, evaluation.test)

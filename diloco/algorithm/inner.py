@@ -87,8 +87,7 @@ def _whole_step(
   grads, nll = _gradients(c, params, tokens_BxL)
   if averaged:
     (grads,) = _all_reduced(c, grads)
-  found = _step(c, tuned, params, opt_state, grads, nll)
-  return jax.tree.map(lambda x: x[None], found)
+  return jax.tree.map(lambda x: x[None], _step(c, tuned, params, opt_state, grads, nll))
 
 
 def _step(
@@ -192,8 +191,8 @@ def mean_of_all(c: Config, grads_M: PyTree) -> PyTree:
   """Gives every replica the mean gradient; a device averages its own replicas first."""
 
   def mean(grads_M: PyTree) -> PyTree:
-    own = jax.tree.map(lambda x_M: x_M.mean(axis=0), grads_M)
-    (means,) = _all_reduced(c, own)
+    device_mean = jax.tree.map(lambda x_M: x_M.mean(axis=0), grads_M)
+    (means,) = _all_reduced(c, device_mean)
     return jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), means, grads_M)
 
   return jax.shard_map(

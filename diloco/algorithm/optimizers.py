@@ -107,13 +107,13 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   decay = values.weight_decay if c.inner.weight_decay else None
   make = partial(_make, "inner.optimizer", c.inner.optimizer, rate, decay)
   made = [extension.inner_optimizer(c, clip, make) for extension in c.extensions]
-  found = [*filter(None, made)]
-  if len(found) > 1:
+  from_plugins = [*filter(None, made)]
+  if len(from_plugins) > 1:
     raise ConfigError(
-      f"plugins is {','.join(c.plugins)}, of which {len(found)} change the inner"
+      f"plugins is {','.join(c.plugins)}, of which {len(from_plugins)} change the inner"
       " optimizer; switch off all but one."
     )
-  return found[0] if found else optax.chain(clip, make())
+  return from_plugins[0] if from_plugins else optax.chain(clip, make())
 
 
 def averages(opt_state: PyTree) -> list[PyTree]:
@@ -207,12 +207,12 @@ def _make(
   """
   name, arguments = parse(field, text)
   for decay_rate in _DECAY_RATES & arguments.keys():
-    own = arguments[decay_rate]
-    number = isinstance(own, int | float) and not isinstance(own, bool)
-    if own is not None and not (number and 0 <= own < 1):
+    value = arguments[decay_rate]
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0 <= value < 1):
       raise ConfigError(
-        f"{field} is {text!r}, whose {decay_rate} is {own!r}; give a number of at least"
-        " 0 and below 1."
+        f"{field} is {text!r}, whose {decay_rate} is {value!r}; give a number of at"
+        " least 0 and below 1."
       )
   if momentum is not None:
     arguments["momentum"] = momentum
@@ -278,8 +278,8 @@ def over_layers(
     updates, after = dict[str, PyTree](), dict[str, PyTree]()
     for k, g in grads.items():
       step = each(k, optimizer.update)
-      found, after[k] = step({k: g}, state[k], {k: params[k]})
-      updates |= found
+      updates_k, after[k] = step({k: g}, state[k], {k: params[k]})
+      updates |= updates_k
     return updates, after
 
   return optax.GradientTransformation(init, update)
@@ -339,9 +339,9 @@ def state_shardings(
     )
   whole, fsdp = NamedSharding(mesh, P(*leading)), mesh.shape[FSDP]
   places = sharding.with_leading(sharding.shardings(params, mesh), leading)
-  found = places_like(state, (params, places), whole=whole)
+  state_at = places_like(state, (params, places), whole=whole)
   size = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-  pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found))
+  pairs = zip(jax.tree.leaves(state), jax.tree.leaves(state_at))
   # Does not count state that is unsharded because its parameter is unsharded.
   replicated = size(x for x, at in pairs if at is whole)
   if fsdp > 1 and replicated > _WHOLE * size(jax.tree.leaves(params)) / fsdp:
@@ -349,7 +349,7 @@ def state_shardings(
       f"{field} keeps {replicated:,} bytes of state on every device, which mesh.fsdp ="
       f" {fsdp} cannot shard; choose another optimizer, or mesh.fsdp=1."
     )
-  return found
+  return state_at
 
 
 def places_like(

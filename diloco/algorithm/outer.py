@@ -147,9 +147,9 @@ def _update(
 
 def average(delta_M: PyTree, weights_M: jax.Array | None, outer: Outer) -> PyTree:
   """Averages outer gradients over the replicas as the field outer.average says."""
-  own = plugins.NAMES["outer.average"].get(getattr(outer, "average", "mean"))
+  registered = plugins.NAMES["outer.average"].get(getattr(outer, "average", "mean"))
   plain = partial(mean, weights_M=weights_M)
-  return own(delta_M, weights_M) if own else jax.tree.map(plain, delta_M)
+  return registered(delta_M, weights_M) if registered else jax.tree.map(plain, delta_M)
 
 
 def mean(x_M: jax.Array, weights_M: jax.Array | None) -> jax.Array:

@@ -190,12 +190,12 @@ def abstract_inner(c: Config, mesh: Mesh) -> tuple[PyTree, PyTree]:
   )
   # The key is made in eval_shape too, because the devices of a dry run cannot compute.
   params_M, opt_state_M = jax.eval_shape(lambda: init_inner(c, jax.random.key(0)))
-  found = c.algorithm, c.model.param_dtype
-  if optimizers.averages(opt_state_M) and found != ("data_parallel", "float32"):
+  can_average = (c.algorithm, c.model.param_dtype) == ("data_parallel", "float32")
+  if optimizers.averages(opt_state_M) and not can_average:
     raise ConfigError(
       f"inner.optimizer is {c.inner.optimizer}, which averages one model in float32,"
-      f" but algorithm is {found[0]} and model.param_dtype {found[1]}; choose"
-      " data_parallel and float32."
+      f" but algorithm is {c.algorithm} and model.param_dtype {c.model.param_dtype};"
+      " choose data_parallel and float32."
     )
   params_at = sharding.shardings(params_M, mesh, leading)
   return sharding.structs((params_M, opt_state_M), (params_at, opt_at))

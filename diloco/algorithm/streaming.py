@@ -261,14 +261,14 @@ class Streaming:
     Args:
       fsdp: size of the fsdp axis at the encoding; None: as in this mesh.
     """
-    own = self.mesh.shape[FSDP]
-    fsdp = own if fsdp is None else fsdp
+    mesh_fsdp = self.mesh.shape[FSDP]
+    fsdp = mesh_fsdp if fsdp is None else fsdp
     size = sizes.payload_bytes(self.wire, self.shapes[p], fsdp) // fsdp
     place = NamedSharding(self.mesh, P(REPLICA))
     return jax.ShapeDtypeStruct(
       (self.replicas, fsdp, size),
       jnp.uint8,
-      sharding=exchange.encoded(self.mesh) if fsdp == own else place,
+      sharding=exchange.encoded(self.mesh) if fsdp == mesh_fsdp else place,
     )
 
   @property

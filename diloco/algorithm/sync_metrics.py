@@ -67,10 +67,10 @@ def _products(x_M: jax.Array) -> jax.Array:
   # XLA fuses the computation of x_M, such as the decoding of codes, into each of the
   # sums below. For a matmul, XLA for GPU would first write x_M to memory, and on CPUs a
   # matmul with so few rows is slow.
-  found = {
+  product_of = {
     (i, j): (rows_M[i] * rows_M[j]).sum() for j in range(m) for i in range(j + 1)
   }
-  pairs = [found[min(i, j), max(i, j)] for i in range(m) for j in range(m)]
+  pairs = [product_of[min(i, j), max(i, j)] for i in range(m) for j in range(m)]
   return jnp.stack(pairs).reshape(m, m)
 
 

@@ -80,13 +80,13 @@ def read_taus(tau: int | Sequence[int], replicas: int) -> tuple[int, ...]:
 
 def count_replicas(params_M: PyTree) -> int:
   """Returns M, the size of the first axis of every leaf."""
-  found = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(params_M)}
-  if len(found) != 1 or not min(found):
+  first_axes = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(params_M)}
+  if len(first_axes) != 1 or not min(first_axes):
     raise ConfigError(
-      f"params_M has leaves with first axes of {sorted(found)}; the first axis of every"
-      " leaf must be the replicas, see diloco.replicate."
+      f"params_M has leaves with first axes of {sorted(first_axes)}; the first axis of"
+      " every leaf must be the replicas, see diloco.replicate."
     )
-  return found.pop()
+  return first_axes.pop()
 
 
 def mesh_under(params_M: PyTree) -> Mesh:

@@ -68,16 +68,16 @@ class Layout:
     shapes = tuple(map(np.shape, leaves))
     if (structure, shapes) != (self.structure, self.shapes):
       paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(tree)]
-      found = dict(zip(paths, shapes))
+      given = dict(zip(paths, shapes))
       wanted = {path: shape for (_, path), shape in zip(self.names, self.shapes)}
       pairs = [
-        (f"shape of the leaf {path}", found.get(path), wanted.get(path))
-        for path in wanted | found
+        (f"shape of the leaf {path}", given.get(path), wanted.get(path))
+        for path in wanted | given
       ]
       pairs.append(("structure", structure, self.structure))
-      what, own, ours = next(x for x in pairs if x[1] != x[2])
+      what, theirs, ours = next(x for x in pairs if x[1] != x[2])
       raise ConfigError(
-        f"the {what} of params_M is {own}, but {ours} in the params_M of"
+        f"the {what} of params_M is {theirs}, but {ours} in the params_M of"
         " diloco.streaming (None: no such leaf); give parameters with the same leaves"
         " and shapes, see diloco.replicate."
       )

@@ -247,8 +247,8 @@ class Streaming:
     Refuses a state of another method: compares the first `numbers` of `steps`.
     """
     steps = np.asarray(state.steps).tolist()
-    own = self._steps(last=steps[0], drained=steps[1]).tolist()
-    if steps[:numbers] != own[:numbers]:
+    expected = self._steps(last=steps[0], drained=steps[1]).tolist()
+    if steps[:numbers] != expected[:numbers]:
       raise ConfigError(
         "state was made by a method with another params_M, fragments, outer,"
         " sync_every, tau or wire; use that method, or drain with that method before"
