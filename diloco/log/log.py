@@ -184,7 +184,7 @@ class Log:
     if self._pending is None:
       return
     (steps, by_step, events), self._pending = self._pending, None
-    found = [{name: _local(x) for name, x in m._asdict().items()} for m in by_step]
+    numbers = [{name: _local(x) for name, x in m._asdict().items()} for m in by_step]
     now = time.perf_counter()
     if self._clock is not None:
       self._spent.busy_s += now - self._clock
@@ -199,7 +199,7 @@ class Log:
         bar_format="{percentage:3.0f}%|{bar}| {n}/{total} [{remaining} left{postfix}]",
       )
       self._bar.update(steps[-1] - self._bar.n)
-    for t, values in zip(steps, found):
+    for t, values in zip(steps, numbers):
       before, self._at = min(self._at, t - 1), t  # A site may skip steps.
       self._check_finite(t, values["loss"], "loss")
       self._check_finite(t, values["grad_norm"], "gradient norm")
@@ -218,8 +218,8 @@ class Log:
   def _write(self, wait: bool) -> None:
     """Writes the reports that have come from all processes; process 0 only."""
     for reports in self.peers.reports(wait):
-      kind, step, own, extra = reports[0]
-      values = {name: _join([r[2][name] for r in reports]) for name in own}
+      kind, step, values_0, extra = reports[0]
+      values = {name: _join([r[2][name] for r in reports]) for name in values_0}
       if kind == "step":
         self._write_step(step, values, extra)
       elif self._writer:

@@ -158,19 +158,19 @@ def read(workdir: pathlib.Path, kind: str = "step") -> list[Json]:
 
 def read_kinds(workdir: pathlib.Path, *kinds: str) -> Kinds:
   """Reads the records of several kinds like `read`, in one pass over the file."""
-  found: dict[str, dict] = {kind: {} for kind in kinds}
+  by_kind: dict[str, dict] = {kind: {} for kind in kinds}
   newest = 0
   for record in Follower(workdir).records():
     kind, step = record["kind"], record["step"]
     if kind in ("start", "step"):
       if step < newest:  # The run went on from an earlier step.
-        for some in found.values():
+        for some in by_kind.values():
           for later in [place for place in some if place[0] > step]:
             del some[later]
       newest = step
-    if kind in found:
-      found[kind][step, record.get("fragment", 0)] = record
-  return {kind: [rs[place] for place in sorted(rs)] for kind, rs in found.items()}
+    if kind in by_kind:
+      by_kind[kind][step, record.get("fragment", 0)] = record
+  return {kind: [rs[place] for place in sorted(rs)] for kind, rs in by_kind.items()}
 
 
 def scalars(record: Json) -> dict[str, float]:
@@ -182,20 +182,20 @@ def scalars(record: Json) -> dict[str, float]:
   record: step/loss, eval/perplexity. A number of a fragment is the mean over the
   replicas, and over the layers if each layer has a value. metrics.jsonl has all values.
   """
-  found = dict[str, float | None]()
+  numbers = dict[str, float | None]()
   for name, value in record.items():
     if name in _NO_CURVES or isinstance(value, str):
       continue
     if "fragment" in record:
       value = _mean(value) if isinstance(value, list) else value
-      found[f"{name}/fragment_{record['fragment']}"] = value
+      numbers[f"{name}/fragment_{record['fragment']}"] = value
     elif isinstance(value, list):
       # With one replica, its number is the mean, which the record has already.
       several = enumerate(value if len(value) > 1 else [])
-      found |= {f"{name}/replica_{i}": x for i, x in several}
+      numbers |= {f"{name}/replica_{i}": x for i, x in several}
     else:
-      found[f"{record['kind']}/{name}"] = value
-  return {name: float(value) for name, value in found.items() if value is not None}
+      numbers[f"{record['kind']}/{name}"] = value
+  return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 def _mean(values: list) -> float | None:

@@ -66,14 +66,14 @@ def read(folder: pathlib.Path, name: str, flag: str = "WORKDIR") -> Run:
     ConfigError: the folder has no run, or this version cannot use the run's config.
   """
   c, read_parts = workdir.read(folder, "step", "eval", "send", name=flag, parts=True)
-  of = lambda kind: itertools.chain(*(found[kind] for found in read_parts))
+  of = lambda kind: itertools.chain(*(kinds[kind] for kinds in read_parts))
   sent = _by_step(of("step"), "bytes_sent").mean().to_dict()
   parts = workdir.parts_of(folder)
   ends = [end for part in parts if (end := files.read_json(part / "summary.json"))]
   if len(ends) == len(parts):
     total = statistics.mean(end["bytes_sent_per_replica"] for end in ends)
     sent[ends[0]["steps"]] = total
-  speeds = [found["step"][-1]["tokens_per_s"] for found in read_parts if found["step"]]
+  speeds = [kinds["step"][-1]["tokens_per_s"] for kinds in read_parts if kinds["step"]]
   return Run(
     name=name,
     config=c,
@@ -104,11 +104,11 @@ def _by_step(records: Iterable[dict], field: str) -> Any:
   return table.groupby("step")[field]
 
 
-def _peak(found: metrics.Kinds) -> int:
+def _peak(kinds: metrics.Kinds) -> int:
   """Returns the most bytes sent at one step, from the records of a part of a run."""
-  of_steps = [r["peak_bytes"] for r in found["step"]]
+  of_steps = [r["peak_bytes"] for r in kinds["step"]]
   # The record of the last step lacks the final sync, which comes after that step.
-  return int(max([*of_steps, *_by_step(found["send"], "bytes").sum()], default=0))
+  return int(max([*of_steps, *_by_step(kinds["send"], "bytes").sum()], default=0))
 
 
 def names_of(folders: Sequence[pathlib.Path]) -> list[str]:

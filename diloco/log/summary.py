@@ -124,13 +124,13 @@ def note(c: Config) -> str:
 
 def _in_both(c: Config) -> str:
   """Returns a warning if held-out documents are in the training text too; else ""."""
-  found = repeated(c.data)
-  if not found or not found.documents:
+  repeats = repeated(c.data)
+  if not repeats or not repeats.documents:
     return ""
   return (
-    f"{found.documents:,} of {found.of:,} held-out documents ({found.share:.1%} of the"
-    " bytes) are also in the training text, so the held-out loss is too low; leave out"
-    " what is repeated."
+    f"{repeats.documents:,} of {repeats.of:,} held-out documents ({repeats.share:.1%}"
+    " of the bytes) are also in the training text, so the held-out loss is too low;"
+    " leave out what is repeated."
   )
 
 
@@ -149,12 +149,12 @@ def _few_syncs(c: Config) -> str:
 def _momentum(c: Config) -> str:
   """Returns a warning if the outer momentum is high and syncs are few; else ""."""
   syncs = min(c.num_syncs(), default=_SYNCS_OF_09)
-  found = call_text.parse("outer.optimizer", c.outer.optimizer)[1].get("momentum", 0)
-  if found < 0.9 or syncs >= _SYNCS_OF_09:
+  momentum = call_text.parse("outer.optimizer", c.outer.optimizer)[1].get("momentum", 0)
+  if momentum < 0.9 or syncs >= _SYNCS_OF_09:
     return ""
   return (
-    f"outer momentum {found:g} suits long runs, and a fragment has {syncs} syncs here;"
-    " try 0.5 with outer.learning_rate=1.0, or 0.7 with 0.6 (docs/settings.md)."
+    f"outer momentum {momentum:g} suits long runs, and a fragment has {syncs} syncs"
+    " here; try 0.5 with outer.learning_rate=1.0, or 0.7 with 0.6 (docs/settings.md)."
   )
 
 
@@ -217,9 +217,9 @@ def report(workdir: pathlib.Path, summary: Json, text: str = "") -> None:
     f"speed        {summary['tokens_per_s'] or 0:,.0f} tokens/s,"
     f" {summary['wall_s']:.0f} s in all",
   ]
-  for name, own in summary.items():  # From `Method.account`.
-    if isinstance(own, dict) and isinstance(own.get("text"), str):
-      lines.append(f"{name:<12} {own['text']}")
+  for name, value in summary.items():  # From `Method.account`.
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+      lines.append(f"{name:<12} {value['text']}")
   if summary["note"]:
     lines.append(f"note         {summary['note']}")
   lines += [f"mixture      {x}" for x in summary.get("mixtures", ())]

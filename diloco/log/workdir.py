@@ -95,14 +95,14 @@ def read(
   Raises:
     ConfigError: the folder has no run, or this version cannot use the run's config.
   """
-  found = parts_of(folder)
-  if not found or (not parts and found != [folder]):
+  folders = parts_of(folder)
+  if not folders or (not parts and folders != [folder]):
     raise ConfigError(
       f"{name} is {str(folder)!r}, which has no {metrics.FILE}"
       f"{files.folders_with(metrics.FILE, folder)}; give the --workdir of a run of"
       " diloco.main."
     )
-  return whole_config(found), [metrics.read_kinds(part, *kinds) for part in found]
+  return whole_config(folders), [metrics.read_kinds(part, *kinds) for part in folders]
 
 
 def title(c: Config | types.SimpleNamespace) -> str:

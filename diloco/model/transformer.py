@@ -253,8 +253,8 @@ def logits(
   Returns:
     Logits float32 [B, V], and the extended cache.
   """
-  found: Any = module(m).apply({"params": params}, ids_BxL, cache, start)
-  x_BxLxD, cache = found
+  outputs: Any = module(m).apply({"params": params}, ids_BxL, cache, start)
+  x_BxLxD, cache = outputs
   head_VxD = _head(params).astype(x_BxLxD.dtype)
   x_BxD = jax.lax.dynamic_index_in_dim(x_BxLxD, at, axis=1, keepdims=False)
   return jnp.einsum(

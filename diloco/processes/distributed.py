@@ -134,8 +134,8 @@ def make_shared(folder: pathlib.Path, peers: Peers) -> None:
   if remote.address_of(folder):
     return  # Each process has its own copy.
   folder.mkdir(parents=True, exist_ok=True)
-  with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as own:
-    name = peers.broadcast(pathlib.Path(own.name).name)
+  with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as file:
+    name = peers.broadcast(pathlib.Path(file.name).name)
     seen = peers.all_gather((folder / name).exists())
   blind = [p for p, sees in enumerate(seen) if not sees]
   if blind:

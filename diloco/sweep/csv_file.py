@@ -75,9 +75,9 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
   with path.open(newline="") as file:
     reader = csv.DictReader(file)
     try:
-      found = reader.fieldnames or ()
+      columns = reader.fieldnames or ()
       asked = {*EXPORTED_FIELDS, *_RESULTS} - _NEWER
-      missing = sorted(asked - {*found})
+      missing = sorted(asked - {*columns})
       if missing:
         raise ValueError(f"there is no column {', '.join(missing)}")
       for line in reader:

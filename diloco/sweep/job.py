@@ -123,9 +123,9 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
       mistake = code in MISTAKES if launch else code > 0 or -code in CRASHES
       written = [_since(log.name, start) for log, start in zip(logs, starts)]
       for run, lines in zip(runs, written):
-        own = _after(FAILED, lines)
-        if own or mistake:
-          error = own[-1] if own else _error(logs[0].name, written[0], code)
+        errors = _after(FAILED, lines)
+        if errors or mistake:
+          error = errors[-1] if errors else _error(logs[0].name, written[0], code)
           table.note_end(run, failed=True, error=error)
         elif -code in STOPS or (code == 0 and stopped):
           table.note_end(run, failed=False)

@@ -41,11 +41,11 @@ def _total(cells: Sequence[Search], rows: Collection[Row]) -> str:
 
 def _table_of_cells(cells: Sequence[Search]) -> list[str]:
   """Returns a header, and a line per cell with its best point."""
-  found = []
+  rows = []
   for c in cells:
     tuned = {a.name: c.best[a.name] for a in c.grid.axes} if c.best else {}
     edge = f"  at the bound of {', '.join(c.edge)}" if c.edge else ""
-    found.append(
+    rows.append(
       {
         "grid": c.grid.name,
         "cell": describe(c.cell),
@@ -55,7 +55,7 @@ def _table_of_cells(cells: Sequence[Search]) -> list[str]:
         "best": describe(tuned) + edge,
       }
     )
-  return pd.DataFrame(found).to_string(index=False).splitlines()
+  return pd.DataFrame(rows).to_string(index=False).splitlines()
 
 
 def _runs(rows: Iterable[Row], waiting: Mapping[str, Point]) -> list[str]:
@@ -118,7 +118,7 @@ class Live:
   def __call__(self, cells: Sequence[Search], rows: Collection[Row]) -> None:
     ended = sum(row["status"] in ("done", "failed") for row in rows)
     if ended != self._ended:
-      found = failures(rows)
-      new = [line for line in found if line not in self._failures]
+      failed = failures(rows)
+      new = [line for line in failed if line not in self._failures]
       print(*new, _total(cells, rows), sep="\n", file=sys.stderr, flush=True)
-      self._ended, self._failures = ended, found
+      self._ended, self._failures = ended, failed

@@ -136,10 +136,10 @@ class Driver:
     for cell in cells:
       configs = [c for point in cell.points if (c := self._plan(point).config)]
       for c in configs[1:]:
-        if found := apart(basis(configs[0], {}), basis(c, {})):
+        if differences := apart(basis(configs[0], {}), basis(c, {})):
           raise ConfigError(
             f"the cell {describe(cell.cell)} has points that differ in"
-            f" {' and '.join(found)}, so their losses cannot be compared; give"
+            f" {' and '.join(differences)}, so their losses cannot be compared; give"
             " each value a cell."
           )
     return cells

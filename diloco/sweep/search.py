@@ -56,7 +56,7 @@ def search_all(grids: Sequence[Grid], loss: Loss) -> list[Search]:
     ValueError: a cell starts from a cell that does not come before it.
   """
   latest: dict[str, Search] = {}  # {key of a cell: its newest search}.
-  found = list[Search]()
+  searches = list[Search]()
   for grid in grids:
     for cell in grid.cells:
       source = grid.like(cell)
@@ -71,8 +71,8 @@ def search_all(grids: Sequence[Grid], loss: Loss) -> list[Search]:
         latest[key(cell)] = Search(grid, cell, state)
       else:
         latest[key(cell)] = search(grid, cell, before.best if before else None, loss)
-      found.append(latest[key(cell)])
-  return found
+      searches.append(latest[key(cell)])
+  return searches
 
 
 def search(grid: Grid, cell: Point, start: Point | None, loss: Loss) -> Search:

@@ -144,9 +144,9 @@ def check_texts(rows: Iterable[Row]) -> None:
   """
   first = dict[tuple, tuple[Row, Basis]]()
   for row in sorted(rows, key=lambda row: row["started"]):
-    own = basis(row["config"], row["contents"])
-    old, before = first.setdefault(own.chosen, (row, own))
-    for what, (now, then) in differing(own, before).items():
+    row_basis = basis(row["config"], row["contents"])
+    old, before = first.setdefault(row_basis.chosen, (row, row_basis))
+    for what, (now, then) in differing(row_basis, before).items():
       if what.startswith(CONTENT):
         raise ConfigError(
           f"{row['folder']} has another text than {old['folder']}: {what} is {now}, not"

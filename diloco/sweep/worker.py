@@ -60,14 +60,14 @@ def run(args: argparse.Namespace) -> int:
   except KeyboardInterrupt:
     return interrupted()
   except Exception as error:
-    found = memory.explain(error)
-    if not found:
+    explanation = memory.explain(error)
+    if not explanation:
       raise
     if reason or len(group) == 1:
-      print(f"error: {found}")
+      print(f"error: {explanation}")
       return 1
-    half = len(group) // 2
-    print_line(f"With {len(group)} runs at once, {found} Now at most {half} at once.")
+    size, half = len(group), len(group) // 2
+    print_line(f"With {size} runs at once, {explanation} Now at most {half} at once.")
     # A new program frees all of the device's memory, and has the locks and the process
     # number of this one.
     os.execv(sys.executable, [*sys.orig_argv, f"--most={half}"])
@@ -82,7 +82,7 @@ def _by_position(runs: Sequence, most: int) -> list[list]:
   """
   from diloco.checkpoint.record import read_record, steps_of
 
-  found: dict[object, list] = {}
+  by_step: dict[object, list] = {}
   for one in runs:
     step = next(iter(steps_of(one.workdir)), 0)
     try:
@@ -90,9 +90,9 @@ def _by_position(runs: Sequence, most: int) -> list[list]:
       alone = record is not None and bool(record.finished or record.drained)
     except (ValueError, OSError, TypeError):
       alone = True
-    found.setdefault(one.workdir if alone else step, []).append(one)
+    by_step.setdefault(one.workdir if alone else step, []).append(one)
   return [
-    some[i : i + most] for some in found.values() for i in range(0, len(some), most)
+    some[i : i + most] for some in by_step.values() for i in range(0, len(some), most)
   ]
 
 

@@ -42,11 +42,11 @@ def alike(config: Mapping[str, Any]) -> str:
 def obstacle(config: Mapping[str, Any]) -> str:
   """Says why a run must train alone; "" if it can train in a group."""
   v = leaves(config)
-  found = [f"{f} is {v[f]!r}" for f, value in _NEEDED.items() if v[f] != value]
+  obstacles = [f"{f} is {v[f]!r}" for f, value in _NEEDED.items() if v[f] != value]
   # Plug-ins from outside this package may keep the state of a single run.
   if not {*v["plugins"]} <= {*plugins.contrib()}:
-    found.append(f"plugins is {v['plugins']!r}")
-  return next(iter(found), "")
+    obstacles.append(f"plugins is {v['plugins']!r}")
+  return next(iter(obstacles), "")
 
 
 def split(configs: Mapping[str, Mapping[str, Any]], most: int) -> list[list[str]]:
@@ -59,10 +59,10 @@ def split(configs: Mapping[str, Mapping[str, Any]], most: int) -> list[list[str]
   Returns:
     The names of each group's runs.
   """
-  found: dict[str, list[str]] = {}
+  by_config: dict[str, list[str]] = {}
   for name, config in configs.items():
     alone = most == 1 or obstacle(config)
-    found.setdefault(name if alone else alike(config), []).append(name)
+    by_config.setdefault(name if alone else alike(config), []).append(name)
   return [
-    some[i : i + most] for some in found.values() for i in range(0, len(some), most)
+    some[i : i + most] for some in by_config.values() for i in range(0, len(some), most)
   ]

@@ -88,10 +88,10 @@ class Together(Method):
     """Runs the outer step of all runs; the metrics of the events have the axis R."""
     if not (self.c.averages_after(t) or self.sync.schedule.is_busy(t)):
       return t, state, []
-    return t, *self._map(lambda own, state: own.outer(t, state)[1:], state)
+    return t, *self._map(lambda method, state: method.outer(t, state)[1:], state)
 
   def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
-    return self._map(lambda own, state: own.drain(t, state), state)
+    return self._map(lambda method, state: method.drain(t, state), state)
 
   def of_run(self, arrays: PyTree, r: int) -> PyTree:
     return _of_run(arrays, r)
