@@ -157,8 +157,8 @@ def read_arrays(workdir: pathlib.Path, step: int, like: PyTree) -> PyTree:
     return data
 
   with concurrent.futures.ThreadPoolExecutor(remote.REQUESTS) as pool:
-    found = [_read(name, x, get, pool) for name, x in named(like).items()]
-  return jax.tree.unflatten(jax.tree.structure(like), found)
+    arrays = [_read(name, x, get, pool) for name, x in named(like).items()]
+  return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
 def _read(

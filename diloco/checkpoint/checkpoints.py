@@ -148,10 +148,10 @@ class Checkpoints:
       return None
     like = lambda step, record: tree_of(self._like(step, record))
     remedy = "choose another --workdir, or move these away to train from the start"
-    found = read_newest(self._workdir, steps, like, remedy, self._peers)
-    step, record = found.step, found.record
+    stored = read_newest(self._workdir, steps, like, remedy, self._peers)
+    step, record = stored.step, stored.record
     self._set_aside([s for s in steps if s > step])
-    state = state_of(found.arrays, self._like(step, record))
+    state = state_of(stored.arrays, self._like(step, record))
     mixture = resume.mixture(record.contents, self._contents, step)
     told = [x for x in (self._check(record, step), mixture) if x]
     record = dataclasses.replace(record, mixtures=[*record.mixtures, *told])
@@ -318,5 +318,5 @@ def state_of(tree: dict[str, Any], like: TrainState) -> TrainState:
   """Inverts `tree_of`: returns a TrainState of the structure of `like`."""
   leaves, structure = jax.tree.flatten(like)
   numbered = jax.tree.unflatten(structure, range(len(leaves)))
-  found = dict(zip(jax.tree.leaves(tree_of(numbered)), jax.tree.leaves(tree)))
-  return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])
+  by_number = dict(zip(jax.tree.leaves(tree_of(numbered)), jax.tree.leaves(tree)))
+  return jax.tree.unflatten(structure, [by_number[i] for i in range(len(leaves))])

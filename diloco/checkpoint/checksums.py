@@ -26,7 +26,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio, odd.
 def compute(tree: PyTree, peers: Peers) -> dict[str, int]:
   """Returns {name: checksum} of global arrays; all processes must call `compute`."""
   sums = _sum(tree, peers, lambda shard: shard.replica_id == 0)
-  return {name: found for name, (found, _) in sums.items()}
+  return {name: checksum for name, (checksum, _) in sums.items()}
 
 
 def changed(tree: PyTree, saved: dict[str, int], peers: Peers) -> list[str]:
@@ -42,8 +42,8 @@ def changed(tree: PyTree, saved: dict[str, int], peers: Peers) -> list[str]:
   sizes = {name: x.size for name, x in named(tree).items()}
   return [
     name
-    for name, (found, elements) in _sum(tree, peers, lambda shard: True).items()
-    if name not in saved or found != saved[name] * (elements // sizes[name]) % 2**64
+    for name, (checksum, elements) in _sum(tree, peers, lambda shard: True).items()
+    if name not in saved or checksum != saved[name] * (elements // sizes[name]) % 2**64
   ]
 
 
@@ -61,13 +61,13 @@ def _sum(
   }
   with futures.ThreadPoolExecutor() as pool:
     sums = {name: pool.map(_of_shard, some) for name, some in shards.items()}
-    own = {
+    local = {
       name: (sum(sums[name]), sum(shard.data.size for shard in some))
       for name, some in shards.items()
     }
-  parts = peers.all_gather(own)
+  parts = peers.all_gather(local)
   total = lambda name, i: sum(part[name][i] for part in parts)
-  return {name: (total(name, 0) % 2**64, total(name, 1)) for name in own}
+  return {name: (total(name, 0) % 2**64, total(name, 1)) for name in local}
 
 
 def _of_shard(shard: Shard) -> int:

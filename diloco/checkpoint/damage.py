@@ -66,17 +66,17 @@ def read_newest(
   peers = peers or Peers()
   damaged = dict[int, str]()
   for step in steps:
-    found, reason = _read(workdir, step, like)
+    stored, reason = _read(workdir, step, like)
     by_process = peers.all_gather(reason)
     unable = [p for p, x in enumerate(by_process) if x]
-    if found and not unable:
-      reason = _changed(found, peers)
+    if stored and not unable:
+      reason = _changed(stored, peers)
       if not reason:
         for other, why in damaged.items() if peers.index == 0 else ():
           print_line(
             f"The checkpoint of step {other} is damaged ({why}); took step {step}."
           )
-        return found
+        return stored
     elif (
       len(unable) < peers.count
       and len({*peers.all_gather(_files(folder_of(workdir) / str(step)))}) > 1
@@ -87,7 +87,7 @@ def read_newest(
         " same folder on all machines, and start again."
       )
     damaged[step] = reason or by_process[unable[0]]
-    found = None  # Frees the arrays before the next checkpoint is read.
+    stored = None  # Frees the arrays before the next checkpoint is read.
   s = "s" if len(steps) > 1 else ""
   raise ConfigError(
     f"--workdir is {workdir}, whose checkpoint{s} of step{s}"
@@ -155,9 +155,9 @@ def _files(folder: pathlib.Path) -> int:
   return zlib.crc32(repr(sizes).encode())
 
 
-def _changed(found: Stored, peers: Peers) -> str | None:
+def _changed(stored: Stored, peers: Peers) -> str | None:
   """Returns a reason that names changed arrays; None if all arrays are as saved."""
-  names = checksums.changed(found.arrays, found.record.checksums, peers)
+  names = checksums.changed(stored.arrays, stored.record.checksums, peers)
   more = f" and of {len(names) - 1} more arrays" if len(names) > 1 else ""
   return (
     f"the values of {names[0]}{more} are not those that were saved" if names else None

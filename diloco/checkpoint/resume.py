@@ -50,8 +50,8 @@ def differing(old: Json, new: Json) -> dict[str, str]:
   transports = {x.get("overlap", {}).get("transport") for x in (old, new)}
   if len(transports) > 1:
     free += tuple(f"{name}." for name in transports)
-  own = lambda x: [name for name in x.get("plugins", ()) if f"{name}." not in free]
-  old, new = {**old, "plugins": own(old)}, {**new, "plugins": own(new)}
+  fixed = lambda x: [name for name in x.get("plugins", ()) if f"{name}." not in free]
+  old, new = {**old, "plugins": fixed(old)}, {**new, "plugins": fixed(new)}
   changes = difference(old, new).items()
   return {field: x for field, x in changes if not field.startswith(free)}
 

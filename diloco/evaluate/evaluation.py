@@ -99,11 +99,11 @@ class Evaluation:
     scored = score.score(
       params, flat, c.model, c.eval.batch_size, self._mesh, show=show
     )
-    found = iter(scored)
+    remaining = iter(scored)
     results = {}
     for name, task in self._tasks.items():
       items = [item for item, _ in task]
-      scores = [np.array([next(found) for _ in encoded]) for _, encoded in task]
+      scores = [np.array([next(remaining) for _ in encoded]) for _, encoded in task]
       truncated = sum(s.truncated for _, encoded in task for s in encoded)
       results[name] = tasks.result(items, scores, truncated)
       if details is not None:

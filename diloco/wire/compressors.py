@@ -40,8 +40,8 @@ def quantize(
   n, s = x_NxS.shape
   block = sizes.block_length(wire, s, row)
   x_NxKxB = blocks(x_NxS, block)
-  own = plugins.NAMES["wire.format"].get(wire.format)
-  codes, tail = own.encode(x_NxKxB, s) if own else _scaled(wire, x_NxKxB)
+  plugin = plugins.NAMES["wire.format"].get(wire.format)
+  codes, tail = plugin.encode(x_NxKxB, s) if plugin else _scaled(wire, x_NxKxB)
   # Without this barrier, XLA for TPU recomputes the codes for every plane (`codes.py`).
   codes = jax.lax.optimization_barrier(codes)
   if s % block:
@@ -60,8 +60,8 @@ def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> A
   # instead of the codes, which are smaller.
   codes_NxS = jax.lax.optimization_barrier(codes).reshape(n, s)
   codes_NxKxB, tail = blocks(codes_NxS, block), payload[size:]
-  own = plugins.NAMES["wire.format"].get(wire.format)
-  x = own.decode(codes_NxKxB, tail) if own else _unscaled(wire, codes_NxKxB, tail)
+  plugin = plugins.NAMES["wire.format"].get(wire.format)
+  x = plugin.decode(codes_NxKxB, tail) if plugin else _unscaled(wire, codes_NxKxB, tail)
   return x.reshape(n, -1)[:, :s]
 
 

@@ -261,8 +261,8 @@ class HostTransport:
       by_process = NamedSharding(self.hosts, P(REPLICA))
       sent = jax.make_array_from_process_local_data(by_process, mine, groups.shape)
       with jax.set_mesh(self.hosts):
-        found = np.asarray(_whole(sent, place=whole).addressable_data(0))
-      codes = found[np.argsort(np.concatenate(self._rows))].reshape(payload.shape)
+        gathered = np.asarray(_whole(sent, place=whole).addressable_data(0))
+      codes = gathered[np.argsort(np.concatenate(self._rows))].reshape(payload.shape)
     return sharding.place(codes, whole)
 
 
@@ -286,8 +286,8 @@ def _spec(mesh: Mesh, payload: jax.Array, replica: str | None) -> P:
   If a mesh with an fsdp axis of another size encoded the payload, each device holds
   all fsdp shards.
   """
-  own = payload.shape[1] == mesh.shape[FSDP]
-  return P(replica, FSDP) if own else P(replica)
+  same_fsdp = payload.shape[1] == mesh.shape[FSDP]
+  return P(replica, FSDP) if same_fsdp else P(replica)
 
 
 def _cpus() -> list[jax.Device]:
