@@ -73,8 +73,8 @@ class DesLoc(plugins.Extension):
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     first, second = self.first_every, self.second_every
     format = (not (first or second), "first_every and second_every are 0")
-    own = {"first_every": alone(c), "second_every": alone(c), "format": format}
-    return {f"des_loc.{name}": effect for name, effect in own.items()}
+    effects = {"first_every": alone(c), "second_every": alone(c), "format": format}
+    return {f"des_loc.{name}": effect for name, effect in effects.items()}
 
   def schedule(self, c: Config) -> Timetable:
     """Counts one first and one second moment per parameter, as AdamW has."""
@@ -98,9 +98,9 @@ class DesLoc(plugins.Extension):
       return WireConfig(format="fp32", exchange="psum")
     return WireConfig(format=self.format, block_size=wire.block_size)
 
-  def sent(self, wire: WireConfig, replicas: int, found: Shapes, fsdp: int = 1) -> int:
+  def sent(self, wire: WireConfig, replicas: int, moment: Shapes, fsdp: int = 1) -> int:
     """Counts the bytes that one replica sends for moments of these shapes."""
-    return sizes.sync_bytes(self.wire(wire), replicas, found, fsdp)
+    return sizes.sync_bytes(self.wire(wire), replicas, moment, fsdp)
 
   def check(self, c: Config) -> None:
     """Refuses moments that the inner optimizer does not have."""
@@ -131,8 +131,8 @@ class DesLoc(plugins.Extension):
       new = call.function(*call.args, **call.kwargs)
       for number, x_M in zip(jax.tree.leaves(numbers), jax.tree.leaves(new)):
         leaves[number] = x_M
-      found = jax.tree.map(lambda x_M: x_M.shape[1:], new)
-      sent += self.sent(sync.wire, sync.replicas, found, sync.mesh.shape[FSDP])
+      moment = jax.tree.map(lambda x_M: x_M.shape[1:], new)
+      sent += self.sent(sync.wire, sync.replicas, moment, sync.mesh.shape[FSDP])
     opt_state = jax.tree.unflatten(structure, leaves)
     return dataclasses.replace(state, opt_state=opt_state), sent
 
@@ -144,8 +144,8 @@ class DesLoc(plugins.Extension):
   ) -> Iterator[tuple[PyTree, Call]]:
     """Yields the leaves of each moment of a kind, and the call that averages it."""
     leaves = jax.tree.leaves(state.opt_state)
-    for found, numbers in moments(sync.parameters, state.opt_state):
-      if found == kind:
+    for moment_kind, numbers in moments(sync.parameters, state.opt_state):
+      if moment_kind == kind:
         x_M = jax.tree.map(leaves.__getitem__, numbers)
         call = Call(kind, {"inner optimizer": x_M}, mean, (x_M,), {"mesh": sync.mesh})
         if self.format != "fp32":
@@ -170,13 +170,13 @@ def moments(parameters: Shapes, opt_state_M: PyTree) -> Iterator[tuple[str, PyTr
     (kind, numbers): FIRST or SECOND, and a tree like the parameters or a part of them.
     Its leaves are the moment's leaf numbers in the flattened state.
   """
-  by_path, found = dict(shapes.leaves(parameters)), dict[tuple[str, ...], PyTree]()
+  by_path, by_moment = dict(shapes.leaves(parameters)), dict[tuple[str, ...], PyTree]()
   for leaf, (path, x_M) in enumerate(jax.tree.leaves_with_path(opt_state_M)):
     names = sharding.names(path)
     for i in range(1, len(names)):
       if names[i - 1] in _KINDS and by_path.get(names[i:]) == x_M.shape[1:]:
-        found.setdefault(names[:i], {})[names[i:]] = leaf
-  for (*_, name), leaves in found.items():
+        by_moment.setdefault(names[:i], {})[names[i:]] = leaf
+  for (*_, name), leaves in by_moment.items():
     yield _KINDS[name], unflatten_dict(leaves)
 
 

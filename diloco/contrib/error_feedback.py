@@ -78,8 +78,8 @@ class ErrorFeedback(plugins.Extension):
 
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     name, arguments = parse("wire.compressor", c.wire.compressor)
-    own = name == "error_feedback" and sizes.coder(arguments["of"]) == "quantize"
-    lossless = own and c.wire.format == "fp32"
+    quantizes = name == "error_feedback" and sizes.coder(arguments["of"]) == "quantize"
+    lossless = quantizes and c.wire.format == "fp32"
     return {
       "wire.compressor": (lossless, "wire.format is fp32: no code loses anything")
     }

@@ -118,12 +118,12 @@ def average(params_M: PyTree, key: jax.Array, *, share: float, mesh: Mesh) -> Py
       zip(leaves, jax.tree.leaves(places, is_leaf=is_place))
     ):
       n, s, _ = sizes.layout(sharding.names(path), x_M.shape[1:])
-      own = jax.random.fold_in(key, i)
+      tensor_key = jax.random.fold_in(key, i)
       # Devices that hold copies of a tensor must draw equal indices. Devices that hold
       # different shards draw different indices.
       if FSDP in place:
-        own = jax.random.fold_in(own, jax.lax.axis_index(FSDP))
-      index_NxK = draw(own, n, s, sizes.share_of(share, s))
+        tensor_key = jax.random.fold_in(tensor_key, jax.lax.axis_index(FSDP))
+      index_NxK = draw(tensor_key, n, s, sizes.share_of(share, s))
       layers.append(x_M.reshape(-1, n, s))
       drawn.append((slice(None), jnp.arange(n)[:, None], index_NxK))
     means = [x_M[at].astype(jnp.float32).mean(axis=0) for x_M, at in zip(layers, drawn)]
@@ -132,9 +132,9 @@ def average(params_M: PyTree, key: jax.Array, *, share: float, mesh: Mesh) -> Py
     put = lambda x_M, at, mean: x_M.at[at].set(
       mean.astype(x_M.dtype), unique_indices=True
     )
-    found = map(put, layers, drawn, means)
+    averaged = map(put, layers, drawn, means)
     return jax.tree.unflatten(
-      structure, [new_M.reshape(x_M.shape) for new_M, (_, x_M) in zip(found, leaves)]
+      structure, [new_M.reshape(x_M.shape) for new_M, (_, x_M) in zip(averaged, leaves)]
     )
 
   return jax.shard_map(

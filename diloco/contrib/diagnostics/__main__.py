@@ -43,14 +43,14 @@ def read(folder: pathlib.Path) -> tuple[Config, metrics.Kinds]:
   Raises:
     ConfigError: the folder has no run with diagnostics, or a run in several parts.
   """
-  c, [found] = workdir.read(folder, "send", "receive", "merge")
-  if not any("replica_drift_by_layer" in r for r in found["send"]):
+  c, [kinds] = workdir.read(folder, "send", "receive", "merge")
+  if not any("replica_drift_by_layer" in r for r in kinds["send"]):
     raise ConfigError(
       f"WORKDIR is {str(folder)!r}, whose {metrics.FILE} has no diagnostics; train with"
       " --config.plugins=diagnostics --config.diagnostics.every=4, and not with"
       " algorithm=data_parallel."
     )
-  return c, found
+  return c, kinds
 
 
 def by_layer(c: Config, records: Records, name: str) -> Curves:
@@ -90,13 +90,13 @@ def _matrices(records: Records, kind: str) -> Iterator[tuple[Json, str, np.ndarr
 
 def by_matrix(c: Config, records: Records) -> Curves:
   """Returns the stable rank of each matrix, the mean over the layers in a round."""
-  found = dict[str, dict[int, list[float]]]()
+  ranks = dict[str, dict[int, list[float]]]()
   for r, matrix, values in _matrices(records, "stable_rank"):
     last = r["step"] // c.sync_every * c.sync_every
-    found.setdefault(matrix, {}).setdefault(last, []).extend(values)
+    ranks.setdefault(matrix, {}).setdefault(last, []).extend(values)
   return {
     matrix: {t: float(np.mean(values)) for t, values in rounds.items()}
-    for matrix, rounds in found.items()
+    for matrix, rounds in ranks.items()
   }
 
 
@@ -108,9 +108,9 @@ def last_spectra(records: Records) -> Curves:
   last = dict[str, dict[int, np.ndarray]]()  # {matrix: {fragment: values x layers}}
   for r, matrix, values in _matrices(records, "spectrum"):
     last.setdefault(matrix, {})[r["fragment"]] = values
+  mean = lambda spectra: np.hstack([*spectra.values()]).mean(axis=1).tolist()
   return {
-    matrix: dict(enumerate(np.hstack([*found.values()]).mean(axis=1).tolist(), start=1))
-    for matrix, found in last.items()
+    matrix: dict(enumerate(mean(spectra), start=1)) for matrix, spectra in last.items()
   }
 
 
@@ -125,12 +125,12 @@ def merges(records: Records) -> dict[int, float]:
   return changes
 
 
-def draw(c: Config, found: metrics.Kinds) -> "Figure":
+def draw(c: Config, kinds: metrics.Kinds) -> "Figure":
   """Draws one panel for each quantity; returns a figure."""
   from matplotlib.figure import Figure
 
-  of = lambda kind, name: by_layer(c, found[kind], f"{name}_by_layer")
-  norms, ranks = of("send", "outer_norm"), by_matrix(c, found["send"])
+  of = lambda kind, name: by_layer(c, kinds[kind], f"{name}_by_layer")
+  norms, ranks = of("send", "outer_norm"), by_matrix(c, kinds["send"])
   looks = itertools.product(("-", "--", ":"), OTHERS)
   matrices = {m: {"ls": ls, "color": color} for m, (ls, color) in zip(ranks, looks)}
   layers = _of_layers(c)
@@ -149,7 +149,7 @@ def draw(c: Config, found: metrics.Kinds) -> "Figure":
   _lines(rank, text, ranks, matrices)
   text = "error of the codes /\nnorm of the outer gradient"
   _lines(error, text, of("send", "quantization_error"), layers)
-  _draw_merges(loss, merges(found["merge"]), COLORS[c.algorithm])
+  _draw_merges(loss, merges(kinds["merge"]), COLORS[c.algorithm])
   text = "norm of a replica's outer gradient"
   _lines(norm, text, of("send", "outer_grad_norm"), layers)
   text = (
@@ -157,7 +157,7 @@ def draw(c: Config, found: metrics.Kinds) -> "Figure":
     "its norm, last syncs, mean of the layers"
   )
   spectrum.set_title(text, fontsize="medium")
-  for matrix, values in last_spectra(found["send"]).items():
+  for matrix, values in last_spectra(kinds["send"]).items():
     spectrum.plot(*points(values), label=matrix, **matrices[matrix])  # Not smoothed.
   for panel in (drift, step, norm):
     panel.set_yscale("log")
@@ -216,9 +216,9 @@ def run(args: argparse.Namespace) -> None:
   """Writes the picture."""
   if args.out:
     check_picture(args.out, "diagnostics.png")
-  c, found = read(args.workdir)
+  c, kinds = read(args.workdir)
   out = args.out or args.workdir / "diagnostics.png"
-  save(lambda: draw(c, found), out)
+  save(lambda: draw(c, kinds), out)
   print(f"picture      {out}")
 
 

@@ -57,7 +57,7 @@ def of_send(
     values of each replica, else [J]. `stable_rank.NAME` has the shape [n], or [1] for a
     matrix without a layer axis; `spectrum.NAME` has the shape [K, n] or [K, 1].
   """
-  sent_M, found = exchange.decode(wire, mesh, payload, theta, (REPLICA,)), []
+  sent_M, parts = exchange.decode(wire, mesh, payload, theta, (REPLICA,)), []
 
   def layer(i: jax.Array) -> Metrics:
     at = lambda tree, *index: {"layer": jax.tree.map(lambda x: x[index], tree)}
@@ -72,14 +72,14 @@ def of_send(
   if "blocks" in theta:
     # One layer at a time, to save memory: each device then holds the outer gradients of
     # all replicas for one layer only.
-    found.append(jax.lax.map(layer, jnp.arange(len(layers))))
+    parts.append(jax.lax.map(layer, jnp.arange(len(layers))))
   rest = sorted(theta.keys() - {"blocks"})
   if rest:
-    own = lambda tree: {name: tree[name] for name in rest}
-    part = _of_part(own(params_M), own(theta), own(sent_M), mesh)
-    found.append(jax.tree.map(lambda x: x[None], part))
-  names = dict.fromkeys(name for part in found for name in part)
-  of = lambda name: jnp.concatenate([part[name] for part in found if name in part])
+    rest_of = lambda tree: {name: tree[name] for name in rest}
+    part = _of_part(rest_of(params_M), rest_of(theta), rest_of(sent_M), mesh)
+    parts.append(jax.tree.map(lambda x: x[None], part))
+  names = dict.fromkeys(name for part in parts for name in part)
+  of = lambda name: jnp.concatenate([part[name] for part in parts if name in part])
   metrics = {name: of(name).T for name in names}
   return jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, P()))
 
@@ -121,13 +121,13 @@ def _of_part(x_M: PyTree, theta: PyTree, sent_M: PyTree, mesh: Mesh) -> Metrics:
 
 def _spectra(mean: PyTree) -> Metrics:
   """Returns spectrum [K] and stable rank [] of each matrix in `mean`, by name."""
-  found: Metrics = {}
+  metrics: Metrics = {}
   for path, x in jax.tree_util.tree_leaves_with_path(mean):
     if x.ndim == 2:
       name = ".".join(sharding.names(path)[1:])
-      found[f"spectrum.{name}"] = values = spectrum(x)
-      found[f"stable_rank.{name}"] = 1 / jnp.square(values[0])
-  return found
+      metrics[f"spectrum.{name}"] = values = spectrum(x)
+      metrics[f"stable_rank.{name}"] = 1 / jnp.square(values[0])
+  return metrics
 
 
 def spectrum(x_RxC: jax.Array) -> jax.Array:
@@ -172,9 +172,9 @@ def of_update(before: PyTree, theta: PyTree) -> Metrics:
     before: outer parameters of the fragment before the outer step.
     theta: outer parameters of the fragment after the outer step.
   """
-  updates, found = jax.tree.map(jnp.subtract, theta, before), []
+  updates, norms_J = jax.tree.map(jnp.subtract, theta, before), []
   if "blocks" in updates:
-    found.append(jax.vmap(optax.tree.norm)(updates.pop("blocks")))
+    norms_J.append(jax.vmap(optax.tree.norm)(updates.pop("blocks")))
   if updates:
-    found.append(optax.tree.norm(updates)[None])
-  return {"outer_update_norm_by_layer": jnp.concatenate(found)}
+    norms_J.append(optax.tree.norm(updates)[None])
+  return {"outer_update_norm_by_layer": jnp.concatenate(norms_J)}

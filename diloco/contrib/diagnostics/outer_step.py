@@ -75,13 +75,13 @@ class MeasuredStep:
       lines["lines_7_8"] = partial(_send, sync.lines_7_8)
     if measured(t - min(sync.schedule.taus)):
       lines["lines_10_11"] = partial(_update, sync.lines_10_11)
-    own = dataclasses.replace(sync, **lines)
+    measuring = dataclasses.replace(sync, **lines)
     merged_M = [measured(t - tau) for tau in sync.schedule.taus]
     if last_send is not None or not any(merged_M):
-      return self.step(own, t, params_M, state, last_send)
+      return self.step(measuring, t, params_M, state, last_send)
     batch = self.batch = self.batch or sequences(self.c, sync.mesh)
     before_M = losses(params_M, *batch, c=self.c)
-    params_M, state, events = self.step(own, t, params_M, state)
+    params_M, state, events = self.step(measuring, t, params_M, state)
     after_M = losses(params_M, *batch, c=self.c)
     mask_M = np.array([*map(bool, merged_M)])
     metrics = {
@@ -126,13 +126,13 @@ def sequences(c: Config, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
   length = c.model.seq_len
   tokens = min(c.eval.tokens or count * length, count * length)
   held_out = dataclasses.replace(c.eval, tokens=tokens)
-  found = make_eval_set(dataclasses.replace(c, eval=held_out))
-  used = -(-found.num_tokens // length)  # Later rows are padding only.
+  eval_set = make_eval_set(dataclasses.replace(c, eval=held_out))
+  used = -(-eval_set.num_tokens // length)  # Later rows are padding only.
   rows_M = np.broadcast_to(np.arange(count) % used, (c.replicas, count))
   place = sharding.batch_sharding(mesh)
   tokens_MxBxL, weights_MxBxL = (
     sharding.place(x.reshape(-1, length)[rows_M], place)
-    for x in (found.tokens, found.weights)
+    for x in (eval_set.tokens, eval_set.weights)
   )
   return tokens_MxBxL, weights_MxBxL
 

@@ -56,25 +56,25 @@ def fields_of(folder: str | pathlib.Path) -> Json:
       qwen3 lacks, or lacks an entry.
   """
   field = "init.checkpoint"
-  found = require_json(local_path(folder, field) / CONFIG, field)
+  config = require_json(local_path(folder, field) / CONFIG, field)
   where = f"{field} is {str(folder)!r}, whose {CONFIG}"
-  if found.get("model_type") != NAME:
+  if config.get("model_type") != NAME:
     raise ConfigError(
-      f"{where} has model_type {found.get('model_type')!r}; give a folder of {NAME} or"
+      f"{where} has model_type {config.get('model_type')!r}; give a folder of {NAME} or"
       " an export of diloco export."
     )
-  rope = found.get("rope_parameters") or {}
-  found = {"rope_theta": rope.get("rope_theta"), "tie_word_embeddings": False} | found
-  scaling = found.get("rope_scaling") or rope
-  found["rope_type"] = scaling.get("rope_type", scaling.get("type", "default"))
+  rope = config.get("rope_parameters") or {}
+  config = {"rope_theta": rope.get("rope_theta"), "tie_word_embeddings": False} | config
+  scaling = config.get("rope_scaling") or rope
+  config["rope_type"] = scaling.get("rope_type", scaling.get("type", "default"))
   for name, value in (FIXED | {"rope_type": "default"}).items():
-    if found.get(name, value) != value:
+    if config.get(name, value) != value:
       raise ConfigError(
-        f"{where} has {name} {found[name]!r}, which model.name={NAME} cannot compute;"
+        f"{where} has {name} {config[name]!r}, which model.name={NAME} cannot compute;"
         " give another folder."
       )
-  lacks = [name for name in NAMES.values() if found.get(name) is None]
+  lacks = [name for name in NAMES.values() if config.get(name) is None]
   if lacks:
     raise ConfigError(f"{where} lacks {', '.join(lacks)}; download the folder again.")
-  found["rope_theta"] = float(found["rope_theta"])
-  return {"model.name": NAME} | {ours: found[theirs] for ours, theirs in NAMES.items()}
+  config["rope_theta"] = float(config["rope_theta"])
+  return {"model.name": NAME} | {ours: config[theirs] for ours, theirs in NAMES.items()}

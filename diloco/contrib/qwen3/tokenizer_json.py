@@ -80,7 +80,7 @@ def convert(tokenizer: Tokenizer) -> dict[str, Json]:
 def _check(proto: Any, path: pathlib.Path) -> None:
   """Refuses a model to which the package tokenizers has no counterpart."""
   trainer, rule = proto.trainer_spec, proto.normalizer_spec
-  own = [x.piece for x in proto.pieces if x.type == USER_DEFINED]
+  symbols = [x.piece for x in proto.pieces if x.type == USER_DEFINED]
   reason = ""
   if trainer.model_type not in (UNIGRAM, BPE):
     reason = "is neither a unigram nor a BPE model"
@@ -88,10 +88,10 @@ def _check(proto: Any, path: pathlib.Path) -> None:
     reason = "puts spaces at the end of words"
   elif not rule.escape_whitespaces:
     reason = "does not escape spaces"
-  elif own and rule.precompiled_charsmap:
-    reason = f"normalises text except its user-defined symbol {own[0]!r}"
-  elif trainer.model_type == BPE and max(map(len, own), default=1) > 1:
-    reason = f"is a BPE model with the user-defined symbol {max(own, key=len)!r}"
+  elif symbols and rule.precompiled_charsmap:
+    reason = f"normalises text except its user-defined symbol {symbols[0]!r}"
+  elif trainer.model_type == BPE and max(map(len, symbols), default=1) > 1:
+    reason = f"is a BPE model with the user-defined symbol {max(symbols, key=len)!r}"
   if reason:
     raise ConfigError(
       f"data.tokenizer is {str(path)!r}, which {reason}, so it cannot be converted to a"
@@ -123,10 +123,10 @@ def _model(models: Any, proto: Any, pieces: list[Any], names: list[str]) -> Any:
 def _merges(pieces: list[Any]) -> list[tuple[str, str]]:
   """Lists the pairs that BPE joins; pairs that make likelier pieces come first."""
   scores = {x.piece: x.score for x in pieces if x is not None and x.type == NORMAL}
-  found = [
+  pairs = [
     (-score, len(piece[:cut]), piece[:cut], piece[cut:])
     for piece, score in scores.items()
     for cut in range(1, len(piece))
     if piece[:cut] in scores and piece[cut:] in scores
   ]
-  return [(left, right) for _, _, left, right in sorted(found)]
+  return [(left, right) for _, _, left, right in sorted(pairs)]

@@ -23,13 +23,13 @@ class Calendar:
     """The (step t, fragment p) of every round, in the order of the sends."""
     c, schedule = self.config, self.config.make_schedule()
     fragments = range(schedule.num_fragments)
-    found = [
+    sends = [
       (schedule.first_send(p) + k * c.sync_every, p)
       for p in fragments
       for k in range(schedule.num_sends(p, c.train.steps))
     ]
     last = c.train.steps + max(c.overlap.taus) + 1
-    return (*sorted(found), *((last, p) for p in fragments if c.outer.final_sync))
+    return (*sorted(sends), *((last, p) for p in fragments if c.outer.final_sync))
 
   @functools.cached_property
   def number(self) -> dict[tuple[int, int], int]:
@@ -58,8 +58,8 @@ class Calendar:
   def shards_of(self, site: int) -> list[str]:
     """Returns the names of the text shards of a site, as in saved positions."""
     n = self.replicas_per_site
-    own = range(site * n, (site + 1) * n)
-    return [str(shard) for shard in self.config.shards_of(own)]
+    replicas = range(site * n, (site + 1) * n)
+    return [str(shard) for shard in self.config.shards_of(replicas)]
 
   def payload_bytes(self, number: int) -> int:
     """Counts the bytes of one site's payload of a round; see `unsharded.py`."""
@@ -130,7 +130,7 @@ def config_of(c: Config, site: int) -> Config:
       " give one of them."
     )
   n = calendar.replicas_per_site
-  own = {
+  changes = {
     "replicas": n,
     "train.batch_size": c.train.batch_size * n // c.replicas,
     "data.shards": c.data.shards // calendar.sites,
@@ -138,4 +138,4 @@ def config_of(c: Config, site: int) -> Config:
     "sites.count": 1,
     "sites.quorum": 1,
   }
-  return changed(c, own)
+  return changed(c, changes)

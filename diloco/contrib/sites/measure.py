@@ -49,8 +49,8 @@ def measurer(calendar: Calendar) -> Measure:
   def measure(number: int, payloads: Mapping[int, bytes]) -> dict[int, Measured]:
     p = calendar.rounds[number][1]
     with jax.set_mesh(mesh):
-      found = np.asarray(products(outer_state.place(sync, calendar, p, payloads), p))
-    return measured(found, [*payloads], calendar.sites)
+      products_RxR = products(outer_state.place(sync, calendar, p, payloads), p)
+    return measured(np.asarray(products_RxR), [*payloads], calendar.sites)
 
   return measure
 

@@ -107,12 +107,12 @@ def from_bytes(data: bytes, state: OuterState) -> OuterState:
     The state with new arrays, sharded like the old (on the CPU); nothing in flight.
   """
   leaves, structure = jax.tree.flatten((state.theta, state.opt_state))
-  found, start = [], 0
+  arrays, start = [], 0
   for x in leaves:
     values = np.frombuffer(data, x.dtype, x.size, start).reshape(x.shape)
-    found.append(sharding.place(values, x.sharding))
+    arrays.append(sharding.place(values, x.sharding))
     start += values.nbytes
-  theta, opt_state = jax.tree.unflatten(structure, found)
+  theta, opt_state = jax.tree.unflatten(structure, arrays)
   return OuterState(theta, opt_state, state.codec_state, {})
 
 

@@ -45,8 +45,8 @@ def replay(args: argparse.Namespace) -> int:
 
   def whole(name: str) -> tuple[Json, memoryview]:
     """Reads a file of the group that a site may need."""
-    if found := records.read(storage, name):
-      return found
+    if unpacked := records.read(storage, name):
+      return unpacked
     raise damaged(name)
 
   known = sorted(storage.names("snapshots"))

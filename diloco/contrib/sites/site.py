@@ -145,17 +145,17 @@ class Site(Method):
     self._restored_at: int | None = None
 
   def account(self, summary: Json) -> Json:
-    c, sent, own = self.part.config, summary["bytes_sent_per_replica"], self._account
-    index, params = self.part.index, summary["params"]
+    c, sent, counts = self.part.config, summary["bytes_sent_per_replica"], self._account
+    site, sites, params = self.part.index, self._calendar.sites, summary["params"]
     line = (
-      f"{index} of {self._calendar.sites}: contributed to {own['contributed']} of"
-      f" {own['rounds']} rounds, {own['lost']} came too late, {own['skipped_steps']}"
-      f" steps not trained, {own['restored']} times restored from the group"
+      f"{site} of {sites}: contributed to {counts['contributed']} of {counts['rounds']}"
+      f" rounds, {counts['lost']} came too late, {counts['skipped_steps']} steps not"
+      f" trained, {counts['restored']} times restored from the group"
     )
-    more = {"index": index, "absent": self._absent, "text": line}
+    more = {"index": site, "absent": self._absent, "text": line}
     reference = int(sizes.all_reduce_bytes(c.replicas, params, c.train.steps))
     return {
-      "site": own | more,
+      "site": counts | more,
       "bytes_data_parallel_per_replica": reference,
       "bytes_ratio_to_data_parallel": reference / sent if sent else None,
     }
@@ -426,8 +426,8 @@ class Site(Method):
     """Waits until a round is closed, and runs its outer step; also returns a digest."""
     self._link.wait_until(number, lambda: False)
     closed, sync = self._link.closed(number), self.sync
-    found = outer_state.apply(sync, self._calendar, closed, theta, opt_state)
-    return closed, outer_state.digest(*found[:2]), found
+    updated = outer_state.apply(sync, self._calendar, closed, theta, opt_state)
+    return closed, outer_state.digest(*updated[:2]), updated
 
   def _miss(self, t: int) -> None:
     """Counts a round that closed without this site; announces the site's next round."""

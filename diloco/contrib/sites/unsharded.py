@@ -62,13 +62,13 @@ def _gather(
   mesh: Mesh,
 ) -> tuple[PyTree, PyTree]:
   """Returns a fragment's parameters and codec_state, whole on each device."""
-  found = (take(params_M, keys, layers), codec_state)
-  return jax.lax.with_sharding_constraint(found, NamedSharding(mesh, P(REPLICA)))
+  fragment = (take(params_M, keys, layers), codec_state)
+  return jax.lax.with_sharding_constraint(fragment, NamedSharding(mesh, P(REPLICA)))
 
 
 def _first_copy(alone: Mesh, x_M: jax.Array) -> jax.Array:
   """Returns the copies that lie on the devices of `alone`, as one array."""
-  own = set(alone.devices.flat)
-  parts = [shard.data for shard in x_M.addressable_shards if shard.device in own]
+  devices = set(alone.devices.flat)
+  parts = [shard.data for shard in x_M.addressable_shards if shard.device in devices]
   at = NamedSharding(alone, P(REPLICA))
   return jax.make_array_from_single_device_arrays(x_M.shape, at, parts)

@@ -181,11 +181,11 @@ class Holder:
       if not (is_open and in_run) or known:
         continue
       name = records.payload_of(r, site)
-      found = await asyncio.to_thread(records.read, self._storage, name)
-      if not found:
+      unpacked = await asyncio.to_thread(records.read, self._storage, name)
+      if not unpacked:
         continue  # The file is still missing or incomplete.
       try:
-        payload = records.check_payload(self._calendar, r, site, *found)
+        payload = records.check_payload(self._calendar, r, site, *unpacked)
       except ValueError as error:
         self._seen[site].refused.add(r)
         self._print(f"site {site}: {error}.")

@@ -115,9 +115,9 @@ class Journal:
     """Returns a round; None if its file is missing or damaged."""
     if closed := self._recent.get(number):  # Another thread may drop it.
       return closed
-    found = read(self._storage, path_of(number))
+    unpacked = read(self._storage, path_of(number))
     with contextlib.suppress(*_DAMAGE):
-      return closed_of(*found) if found else None
+      return closed_of(*unpacked) if unpacked else None
     return None
 
   def write(self, closed: Closed) -> bool:
@@ -145,17 +145,17 @@ class Journal:
 
 def history(storage: Storage) -> dict[int, Json]:
   """Returns the headers of all rounds before the newest snapshot."""
-  found = dict[int, Json]()
+  headers = dict[int, Json]()
   for name in storage.names("snapshots"):
     if name.endswith(".head") and (head := read(storage, f"snapshots/{name}")):
-      found |= {header["round"]: header for header in head[0]["rounds"]}
-  return found
+      headers |= {header["round"]: header for header in head[0]["rounds"]}
+  return headers
 
 
 def number_of(name: str) -> int:
   """Returns the round in the name of a file; -1 for other files."""
-  found = re.match(r"(\d{9})\.", name)
-  return int(found[1]) if found else -1
+  match = re.match(r"(\d{9})\.", name)
+  return int(match[1]) if match else -1
 
 
 def path_of(number: int) -> str:

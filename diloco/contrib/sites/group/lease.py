@@ -38,16 +38,16 @@ class Lease:
     self._claimed_at = self._beat_at = self._changed_at = 0.0
     self._patience = 1.0
 
-  def observe(self, found: Json | None, now: float) -> None:
+  def observe(self, record: Json | None, now: float) -> None:
     """Takes the record that was read from the storage, if any."""
     if not self._changed_at:
       self._renew(now)
-    if not found or not _is_record(found) or _rank(found) < _rank(self.seen):
+    if not record or not _is_record(record) or _rank(record) < _rank(self.seen):
       return  # A former holder woke up and wrote; the new holder will write again.
-    if _rank(found) != _rank(self.seen):
+    if _rank(record) != _rank(self.seen):
       self._renew(now)
-    self.seen = dict(found)
-    if found["name"] != self._name:
+    self.seen = dict(record)
+    if record["name"] != self._name:
       self.held, self._term = False, 0
     elif self._term and now - self._claimed_at >= self.beat_s:
       self.held = True  # Nobody else claimed the lease in this time.
@@ -66,9 +66,9 @@ class Lease:
     if not self._term:
       self._term, self._claimed_at = self.seen.get("term", 0) + 1, now
     self._beat_at = now + self.beat_s
-    own = {"name": self._name, "term": self._term, "left": False}
+    lease = {"name": self._name, "term": self._term, "left": False}
     beat = self.seen["beat"] + 1 if self.seen.get("name") == self._name else 0
-    self.seen = self.seen | more | own | {"beat": beat}
+    self.seen = self.seen | more | lease | {"beat": beat}
     return self.seen
 
   def leave(self) -> Json:
@@ -81,11 +81,11 @@ class Lease:
     self._changed_at, self._patience = now, random.uniform(1.0, 1.5)
 
 
-def _is_record(found: Json) -> bool:
+def _is_record(record: Json) -> bool:
   kinds = {"name": str, "term": int, "beat": int, "left": bool}
   added = {"site": int, "snapshot": int, "first": int, "started": bool}
-  kinds |= {name: kind for name, kind in added.items() if name in found}
-  return all(isinstance(found.get(name), kind) for name, kind in kinds.items())
+  kinds |= {name: kind for name, kind in added.items() if name in record}
+  return all(isinstance(record.get(name), kind) for name, kind in kinds.items())
 
 
 def _rank(record: Json) -> tuple[int, str, int]:

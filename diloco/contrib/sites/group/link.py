@@ -168,7 +168,7 @@ class Link:
     """Lists the sites that have no payload in any closed round."""
     shards = {k: self._calendar.shards_of(k) for k in range(self._calendar.sites)}
     known = self._journal.data.keys()
-    return [k for k, own in shards.items() if not known >= {*own}]
+    return [k for k, names in shards.items() if not known >= {*names}]
 
   def applied(self, number: int, digest: int) -> None:
     """Forgets a round that was applied; records the digest of its fragment after it."""
@@ -304,9 +304,9 @@ class Link:
 
   async def _follow(self) -> None:
     """Reads which site has the lease; claims or renews the lease if due."""
-    found, held = await self._read("lease"), self._lease.held
+    unpacked, held = await self._read("lease"), self._lease.held
     now = time.monotonic()
-    self._lease.observe(found[0] if found else None, now)
+    self._lease.observe(unpacked[0] if unpacked else None, now)
     if self._lease.held and not held:
       self._print(f"Group: site {self._site} closes the rounds.")
     if self._lease.is_due(now):
@@ -329,11 +329,11 @@ class Link:
     """
     if snapshot is None or snapshot == self._checked or not self._known:
       return
-    own = self._digests.get(snapshot)
-    head = await self._read(journal.head_of(snapshot)) if own else None
+    digests = self._digests.get(snapshot)
+    head = await self._read(journal.head_of(snapshot)) if digests else None
     if not head:
       return
-    if head[0]["digests"] != own:
+    if head[0]["digests"] != digests:
       # Without digests, this site takes the group's state when it starts again.
       self._digests.clear()
       await self._write_record({**self._own_record(), "reason": "stopped"})
@@ -388,7 +388,7 @@ class Link:
     Raises:
       ConfigError: this site has rounds of another run.
     """
-    snapshot, (number, own) = self._lease.seen.get("snapshot"), self._own
+    snapshot, (number, digests) = self._lease.seen.get("snapshot"), self._own
     if self._record is None or (snapshot is None and not self._lease.held):
       return
     if snapshot is None:
@@ -403,15 +403,15 @@ class Link:
           f"--group is {self._address}, which has snapshots but no readable lease;"
           " restore this file from a copy."
         )
-      self._welcomed_with(Welcome(0, {}), own)
+      self._welcomed_with(Welcome(0, {}), digests)
       return
     head = await self._whole(journal.head_of(snapshot))
     self._journal.begin(snapshot, head[0])
     await asyncio.to_thread(self._journal.advance)
     known = self._digests | {snapshot: head[0]["digests"]}
     is_kept = self._journal.first <= number <= self._journal.closed
-    if is_kept and known.get(number) == own:
-      self._welcomed_with(Welcome(number, self._journal.data.copy()), own)
+    if is_kept and known.get(number) == digests:
+      self._welcomed_with(Welcome(number, self._journal.data.copy()), digests)
     else:
       await self._skip()
 
@@ -482,8 +482,8 @@ class Link:
     Raises:
       OSError: the file is missing or damaged; `_again` prints this.
     """
-    if found := await self._read(name):
-      return found
+    if unpacked := await self._read(name):
+      return unpacked
     raise OSError(f"{name} is missing or damaged")
 
   async def _write(self, name: str, data: bytes) -> None:

@@ -24,8 +24,8 @@ def open_group(c: Config, site: int, address: str) -> Storage:
     OSError: the file system or the network fails, perhaps not for long.
   """
   config_of(c, site)
-  storage, own = open_storage(address, "--group"), c.to_dict()
-  if changes := resume.differing(_first(storage, address, CONFIG, own), own):
+  storage, config = open_storage(address, "--group"), c.to_dict()
+  if changes := resume.differing(_first(storage, address, CONFIG, config), config):
     lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
     raise ConfigError(
       f"--group is {address}, where a run with another config is ({lines}); give the"
@@ -43,21 +43,21 @@ def check_contents(storage: Storage, address: str, read: Mapping[str, str]) -> N
   Raises:
     ConfigError: see above.
   """
-  own = {what: read[what] for what in ("data.tokenizer", "data.source")}
-  found = _first(storage, address, CONTENTS, own)
-  if others := [what for what in own if found.get(what) != own[what]]:
+  contents = {what: read[what] for what in ("data.tokenizer", "data.source")}
+  first = _first(storage, address, CONTENTS, contents)
+  if others := [what for what in contents if first.get(what) != contents[what]]:
     raise ConfigError(
       f"--group is {address}, where {' and '.join(others)} had other contents under the"
       " same name; give this site the files of the others, or another folder."
     )
 
 
-def _first(storage: Storage, address: str, name: str, own: Json) -> Json:
+def _first(storage: Storage, address: str, name: str, content: Json) -> Json:
   """Returns the JSON object in a file, which the first site writes."""
-  storage.create(name, (json.dumps(own, indent=2) + "\n").encode())
+  storage.create(name, (json.dumps(content, indent=2) + "\n").encode())
   with contextlib.suppress(RecursionError, ValueError):
-    if isinstance(found := json.loads(storage.get(name) or b""), dict):
-      return found
+    if isinstance(written := json.loads(storage.get(name) or b""), dict):
+      return written
   raise ConfigError(
     f"--group is {address}, whose {name} cannot be read; restore it from a copy, or"
     " give an empty folder."

@@ -68,8 +68,8 @@ def payload_of(number: int, site: int) -> str:
 
 def read_record(storage: Storage, calendar: Calendar, site: int) -> Record | None:
   """Returns the record of a site; None if it is missing or invalid."""
-  found = read(storage, record_of(site))
-  return as_record(found[0], calendar) if found else None
+  unpacked = read(storage, record_of(site))
+  return as_record(unpacked[0], calendar) if unpacked else None
 
 
 def as_record(head: Json, calendar: Calendar) -> Record | None:

@@ -81,7 +81,7 @@ class Outliers:
     self._norms = collections.defaultdict[int, collections.deque[list[float]]](new)
 
   def refused(
-    self, fragment: int, found: Mapping[int, Measured], steps: Mapping[int, float]
+    self, fragment: int, measured: Mapping[int, Measured], steps: Mapping[int, float]
   ) -> dict[int, str]:
     """Returns {site whose payload does not count in a round: the reason}.
 
@@ -93,15 +93,15 @@ class Outliers:
 
     Args:
       fragment: the fragment of the round.
-      found: the payload of each site that has sent.
+      measured: norm and cosine of the payload of each site that has sent.
       steps: {site: number of inner steps in its payload}.
     """
     lately = [x for norms in self._norms[fragment] for x in norms]
     reasons = dict[int, str]()
-    for site, (norm, cosine) in found.items():
+    for site, (norm, cosine) in measured.items():
       others = [
         x.norm * max(steps[site] / steps[k], 1)
-        for k, x in found.items()
+        for k, x in measured.items()
         if k != site and x.norm is not None
       ]
       usual = max((statistics.median_low(x) for x in (lately, others) if x), default=0)
