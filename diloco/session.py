@@ -267,7 +267,6 @@ class Session:
     Raises:
       Interrupted: Ctrl-C ended the run.
     """
-    self._report_events(stopped.events)
     for run in self.runs:
       run.checkpoints.wait()
       run.log.close()

@@ -249,6 +249,7 @@ class Log:
   def _check_finite(self, t: int, per_replica: list, name: str) -> None:
     for m, value in per_replica:
       if not (math.isfinite(value) or self.recovers(t)):
+        self._write(wait=False)  # The steps before this one show what happened.
         saved = self._last_checkpoint()
         # Only the processes that hold replica m know: each may have to write.
         files.write_json(self.workdir / DIVERGED, {"step": t, name: str(value)})

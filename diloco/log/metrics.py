@@ -162,7 +162,7 @@ def read_kinds(workdir: pathlib.Path, *kinds: str) -> Kinds:
   newest = 0
   for record in Follower(workdir).records():
     kind, step = record["kind"], record["step"]
-    if kind in ("start", "step"):
+    if kind in ("start", "step", "eval"):
       if step < newest:  # The run went on from an earlier step.
         for some in by_kind.values():
           for later in [place for place in some if place[0] > step]:

@@ -149,7 +149,8 @@ def _few_syncs(c: Config) -> str:
 def _momentum(c: Config) -> str:
   """Returns a warning if the outer momentum is high and syncs are few; else ""."""
   syncs = min(c.num_syncs(), default=_SYNCS_OF_09)
-  momentum = call_text.parse("outer.optimizer", c.outer.optimizer)[1].get("momentum", 0)
+  _, arguments = call_text.parse("outer.optimizer", c.outer.optimizer)
+  momentum = arguments.get("momentum") or 0  # None in optax is 0.
   if momentum < 0.9 or syncs >= _SYNCS_OF_09:
     return ""
   return (

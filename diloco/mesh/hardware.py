@@ -14,7 +14,10 @@ CHIPS = {
   "TPU v6": (918e12, 31.25),
   "NVIDIA A100": (312e12, None),
   "NVIDIA H100 80GB HBM3": (989e12, 79.11),
+  "NVIDIA H100 PCIe": (756e12, None),
+  "NVIDIA H100 NVL": (835e12, None),
   "NVIDIA H100": (989e12, None),
+  "NVIDIA H200 NVL": (835e12, None),
   "NVIDIA H200": (989e12, 141.0),
 }
 

@@ -6,8 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from diloco.processes.common_end import CommonEnd
 from diloco.processes.peers import Peers, print_line
@@ -30,12 +29,11 @@ class Stopped(Exception):
 
   Attributes:
     late: whether steps after the newest checkpoint are done, but not saved.
-    events: the events since the last launch, for the log.
   """
 
-  def __init__(self, late: bool = False, events: Sequence[Any] = ()):
+  def __init__(self, late: bool = False):
     super().__init__()
-    self.late, self.events = late, list(events)
+    self.late = late
 
 
 class Stop:
@@ -110,12 +108,14 @@ class Stop:
     """Notes that the last step t is saved; from now on Ctrl-C ends immediately.
 
     Raises:
-      Interrupted: Ctrl-C came before this call.
+      Interrupted: Ctrl-C came before this call, and this process trains alone.
     """
     self.unsaved = False
     if self.common:
       self.common.over()
-    if self.signum == signal.SIGINT:
+    # Other processes do not know of a Ctrl-C that comes after the last launch, and wait
+    # for this process in the evaluation. So the run finishes.
+    if self.signum == signal.SIGINT and not self.common:
       self.leave(t, workdir)
 
 

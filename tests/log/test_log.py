@@ -172,6 +172,18 @@ def test_a_metric_that_is_not_finite_stops_the_run(tiny, tmp_path, monkeypatch, 
   assert files.read_json(tmp_path / DIVERGED) == {"step": 2, name: "inf"}
 
 
+def test_the_steps_before_one_that_diverges_are_written(tiny, tmp_path):
+  tiny.log.every, (good, bad) = (
+    1,
+    [InnerMetrics(*[jnp.array([x])] * 3) for x in (1, jnp.nan)],
+  )
+  recorder = make_recorder(tiny, tmp_path)
+  recorder.launched(range(1, 4), [good, good, bad], [])
+  with pytest.raises(TrainingDiverged, match="at step 3"):
+    recorder.flush()
+  assert [r["step"] for r in metrics.read(tmp_path)] == [1, 2]
+
+
 def test_a_method_that_recovers_goes_on_until_the_step_that_it_says(tiny, tmp_path):
   recorder = make_recorder(tiny, tmp_path)
   recorder.recovers = lambda t: t <= 2

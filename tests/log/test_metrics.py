@@ -27,6 +27,10 @@ def test_what_a_run_wrote_before_it_went_back_does_not_count(tmp_path):
   losses = {kind: [r["loss"] for r in records] for kind, records in found.items()}
   assert losses == {"step": [1, 2, 30], "eval": [2], "send": [30]}
   assert [r["loss"] for r in metrics.read(tmp_path, "eval")] == [2]
+  # Without a logged step, an evaluation shows how far the run had come.
+  lines = [at("eval", 50, 6), at("eval", 150, 31), at("start", 120, 0)]
+  (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+  assert [r["loss"] for r in metrics.read(tmp_path, "eval")] == [6]
 
 
 class WandbRun:

@@ -32,8 +32,9 @@ def test_fewer_than_three_syncs_of_a_fragment_are_told(tiny, steps, said):
 def test_the_papers_momentum_in_a_short_run_is_told(tiny, steps, told):
   tiny.train.steps, tiny.outer.optimizer = steps, "sgd(momentum=0.9)"
   assert summary.note(resolve(tiny)).startswith("outer momentum 0.9 suits") == told
-  tiny.outer.optimizer = "sgd(momentum=0.7)"
-  assert summary.note(resolve(tiny)) == ""
+  for momentum in (0.7, None):
+    tiny.outer.optimizer = f"sgd(momentum={momentum})"
+    assert summary.note(resolve(tiny)) == ""
 
 
 def test_a_warm_up_that_is_longer_than_the_schedule_is_told(tiny):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+import types
 
 import pytest
 import running
@@ -84,6 +85,16 @@ def test_an_alarm_of_the_user_rings_in_a_run_and_after_it():
   finally:
     signal.signal(signal.SIGALRM, before)
   assert len(rung) == 2
+
+
+def test_a_process_of_several_that_is_interrupted_at_the_end_finishes(capfd):
+  """The others evaluate, and wait for it."""
+  with end_on_signal(Peers()) as stop:
+    stop.signum, stop.common = signal.SIGINT, types.SimpleNamespace(over=lambda: None)
+    stop.finished(4, "/w")
+    stop.common = None
+    with pytest.raises(Interrupted):
+      stop.finished(4, "/w")
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ class Site(Method):
     self._events = []
     state = self._drain(t, state)
     if self._applied < len(self._calendar.rounds):  # A signal came.
-      raise Stopped(late=True, events=self._events)  # This state is not saved.
+      raise Stopped(late=True)  # This state is not saved.
     self._absent = self._link.absent()
     return state, self._events
 
