@@ -21,7 +21,7 @@ from diloco.aot import look_for_no_device
 from diloco.config import Config, changed
 from diloco.config.command_line import load_config
 from diloco.errors import ConfigError, TryAgain
-from diloco.util.command import Parser, as_place, guarded, in_range
+from diloco.util.command import Parser, as_place, guarded, in_range, make_folder
 from diloco.util.storage import open_storage
 
 
@@ -71,6 +71,7 @@ def checkpoints(c: Config, workdir: pathlib.Path | str | None) -> str:
   if isinstance(workdir, str):
     open_storage(workdir, "--workdir")
   elif workdir:
+    make_folder(workdir, "--workdir", later=True)
     check_room(workdir, size, c.checkpoint, c.train.steps)
   most = at_once(c.checkpoint, c.train.steps)
   return f"{size / 1e9:,.1f} GB each, at most {most} at once"

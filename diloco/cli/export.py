@@ -59,7 +59,10 @@ def export(
       f" write {known}; docs/models.md has the architectures that other programs load."
     )
   folder = make_output(output)
-  return [folder / name for name in formats[format](model, tokenizer, folder, dtype)]
+  names = formats[format](model, tokenizer, folder, dtype)
+  for results in folder.glob("evaluation_*.json"):  # Those of an earlier export.
+    results.unlink()
+  return [folder / name for name in names]
 
 
 def write(

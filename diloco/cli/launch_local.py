@@ -60,7 +60,9 @@ def main() -> int:
 def run_commands(options: argparse.Namespace) -> dict[str, list[str]]:
   """Returns {name: module and arguments} of the processes of one run."""
   together = [f"--coordinator=localhost:{free_port()}", f"--num_processes={options.n}"]
-  args = options.args if options.args[0][0] != "-" else ["main", *options.args]
+  args = (
+    options.args if not options.args[0].startswith("-") else ["main", *options.args]
+  )
   return {
     str(i): ["diloco", *args, *together, f"--process_id={i}"] for i in range(options.n)
   }

@@ -112,12 +112,12 @@ def _line(row: Row) -> Json:
     fields, papers_n = leaves(table.as_json(c)), matrix_params(c.model)
   except (ValueError, TypeError):  # This version cannot read the config.
     fields, papers_n = leaves(row["config"]), None
-  config = default | fields
+  config = default | fields if row["config"] else {}  # A refused point has no config.
   known = EXPORTED_FIELDS.values()
   rest = {f: v for f, v in config.items() if f not in known and v != default.get(f)}
   return {
     **{f"point_{name}": value for name, value in row["point"].items()},
-    **{column: config[field] for column, field in EXPORTED_FIELDS.items()},
+    **{column: config.get(field) for column, field in EXPORTED_FIELDS.items()},
     **{column: row["contents"].get(what) for column, what in _DIGESTS.items()},
     _PAPERS_N: papers_n,
     **{column: _eight_digits(row[column]) for column in (*_NOTED, *SUMMARY_COLUMNS)},

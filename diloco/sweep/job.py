@@ -123,7 +123,8 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
       mistake = code in MISTAKES if launch else code > 0 or -code in CRASHES
       written = [_since(log.name, start) for log, start in zip(logs, starts)]
       for run, lines in zip(runs, written):
-        errors = _after(FAILED, lines)
+        # The lines of a single run may have this mark from its --launch.
+        errors = _after(FAILED, lines) if len(runs) > 1 else []
         if errors or mistake:
           error = errors[-1] if errors else _error(logs[0].name, written[0], code)
           table.note_end(run, failed=True, error=error)

@@ -11,7 +11,7 @@ from diloco.config.checks import unknown
 from diloco.config.command_line import asked_plugins, with_flags
 from diloco.config.resolve import add_plugins, leaves
 from diloco.errors import ConfigError
-from diloco.sweep.grid import Point, Sweep
+from diloco.sweep.grid import Point, Sweep, describe
 from diloco.sweep.search import Search, search_all
 from diloco.util import command
 
@@ -58,8 +58,16 @@ def _with_fields(
 
   def with_groups(point: Point) -> ml_collections.ConfigDict:
     """Makes the config of a point, with the fields of the plug-ins that flags name."""
-    config = sweep.config(dict(point))
-    add_plugins(config, *named)
+    try:
+      config = sweep.config(dict(point))
+      add_plugins(config, *named)
+    except ConfigError:
+      raise
+    except Exception as error:  # A sweep file may raise any error.
+      raise ConfigError(
+        f"the sweep file's config at the point {describe(point)} raises"
+        f" {type(error).__name__}: {command.one_line(error)}."
+      ) from error
     return config
 
   plain = [leaves(with_groups(point).to_dict()) for point in some]

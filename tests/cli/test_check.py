@@ -113,6 +113,9 @@ def test_what_training_refuses_is_refused(tmp_path, capsys):
   assert check.main([*given, "--slices=8"]) == 2
   found = capsys.readouterr().out
   assert "devices      no: mesh.fsdp is 32, but a replica has 16 sequences" in found
+  (tmp_path / "file").touch()
+  assert check.main([*given, f"--workdir={tmp_path}/file/x"]) == 2
+  assert "where nothing can be written (Not a directory)" in capsys.readouterr().out
   workdir = tmp_path / "not" / "yet"
   assert check.main([*given, f"--workdir={workdir}", "--config.data.source=sotu"]) == 0
   devices, checkpoints, text, *_, launch = capsys.readouterr().out.splitlines()

@@ -192,6 +192,11 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
   assert export.main([f"{tmp_path}", f"--output={tmp_path / 'exported'}"]) == 0
   assert evaluate.main([f"{tmp_path / 'exported'}", "--heldout"]) == 0
   assert "was another text when the run was evaluated" in capsys.readouterr().out
+  results = tmp_path / "exported" / "evaluation_7.json"
+  assert results.exists()
+  assert export.main([f"{tmp_path}", f"--output={tmp_path / 'exported'}"]) == 0
+  assert not results.exists()  # It would belong to the first export.
+  capsys.readouterr()
   assert evaluate.main([f"{tmp_path}", "--heldout"]) == 0
   note = "was another text when the run was evaluated, so this loss cannot be compared"
   assert note in capsys.readouterr().out

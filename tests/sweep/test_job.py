@@ -48,7 +48,9 @@ def test_a_trainer_that_is_killed_leaves_no_end(run):
   assert not (run / "ended.json").exists()
 
 
-@pytest.mark.parametrize("ends", ["true", "false"])
+@pytest.mark.parametrize(
+  "ends", ["true", "false", "sh -c 'echo failed: lost; exit 255'"]
+)
 def test_a_launch_that_trains_nothing_has_vanished(run, ends):
   """Otherwise a sweep would start it again for ever."""
   job.run(str(run), launch=ends)

@@ -225,6 +225,7 @@ def test_a_sweep_of_three_sizes_has_laws_by_one_command(tmp_path, capsys):
     (["--slurm_options=b=c"], "but --backend is local"),
     (["--backend=slurm", "--cores=2"], "is slurm; give --cpus-per-task"),
     (["--launch=true"], "--launch is 'true', but it lacks {flags}; write it"),
+    (["--launch=ssh 'x {flags}"], "shell cannot read (No closing quotation); complete"),
     (["--launch=none {flags}"], "there is no command none here"),
     (["--launch=x {flags}", "--backend=slurm"], "but --backend is slurm; leave one"),
     (["--launch=true {flags}", "--vectorize=2"], "but --launch trains one run"),
@@ -255,10 +256,15 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, monkeypatch, flags, message
       "def get_sweep():\n  return Sweep(dict, [Grid('g', [{}], like=lambda c: 1 / 0)])",
       "ZeroDivisionError: division by zero (",
     ),
+    (
+      "from diloco.sweep.grid import Grid, Sweep\n"
+      "def get_sweep():\n  return Sweep(lambda p: 1 / 0, [Grid('g', [{'a': 1}])])",
+      "at the point a=1 raises ZeroDivisionError: division by zero.",
+    ),
   ],
 )
 def test_an_error_of_a_sweep_file_is_one_sentence(tmp_path, text, message):
-  done = sweep_of(tmp_path, text, f"--results={tmp_path}/r")
+  done = sweep_of(tmp_path, text, f"--results={tmp_path}/r", "--config.seed=3")
   assert done.returncode == 2
   assert done.stderr.count("\n") == 1
   assert message in done.stderr
