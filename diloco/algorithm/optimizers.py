@@ -32,6 +32,17 @@ Outer: TypeAlias = OuterConfig | optax.GradientTransformation
 _DECAY_RATES = {"momentum", "b1", "b2", "b3", "beta"}
 # Optimizers of optax whose step of a number depends on the rest of its tensor.
 _BY_TENSOR = {"adafactor", "fromage", "galore", "lamb", "lars", "novograd", "sm3"}
+# Optimizers of optax whose weight decay does not shrink a weight by the decay times the
+# rate: it is a part of the gradient, or the optimizer scales it.
+_OTHER_DECAY = {
+  "adadelta",
+  "cocob",
+  "dadapt_adamw",
+  "dog",
+  "dowg",
+  "madgrad",
+  "prodigy",
+}
 # fsdp may leave at most this much optimizer state unsharded, as a share of the bytes of
 # the parameters on a device.
 _WHOLE = 0.1
@@ -228,6 +239,12 @@ def _make(
     )
   given = {"learning_rate": rate}
   if decay is not None:
+    if name in _OTHER_DECAY:
+      raise ConfigError(
+        f"{field} is {text!r}, whose weight decay is not decoupled, but"
+        " inner.weight_decay is not 0; set it to 0, and give weight_decay to the"
+        " optimizer if you want it."
+      )
     if "weight_decay" not in known:
       raise ConfigError(
         f"{field} is {text!r}, which takes no weight decay, but inner.weight_decay is"

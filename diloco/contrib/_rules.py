@@ -1,14 +1,14 @@
 """Rules about other fields that several plug-ins share. No JAX."""
 
 from diloco.config import Config
-from diloco.config.combinations import DEVICE, DILOCO
+from diloco.config.combinations import DEVICE
 from diloco.errors import ConfigError
 from diloco.spec.plugins import Rule
 
 
 def averages_of(field: str) -> Rule:
   """Makes the rule about other fields for a `field` that averages values on devices."""
-  needs = {"algorithm": DILOCO, "overlap.transport": DEVICE}
+  needs = {"overlap.transport": DEVICE}
   return Rule(field, None, "which averages values of the replicas on devices", needs)
 
 

@@ -29,11 +29,13 @@ def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:
     if call.args:
       raise ValueError("an argument without a name")
     arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    if len(arguments) < len(call.keywords):
+      raise ValueError("an argument is given twice")
   # A text that is nested too deeply, or a value that is not a string, fails here, too.
   except (AttributeError, MemoryError, RecursionError, SyntaxError, ValueError):
     raise ConfigError(
-      f"{field} is {text!r}; write a name, alone or with keyword arguments, for example"
-      " sgd(momentum=0.9, nesterov=True)."
+      f"{field} is {text!r}; write a name, alone or with keyword arguments, each once,"
+      " for example sgd(momentum=0.9, nesterov=True)."
     ) from None
   for node in ast.walk(call):
     value = node.value if isinstance(node, ast.Constant) else 0

@@ -477,6 +477,8 @@ class Config(Extended):
   @property
   def averages(self) -> dict[str, Average]:
     """The averages that plug-ins make between the syncs, by kind."""
+    if self.one_model:
+      return {}
     return {kind: a for x in self.timetables for kind, a in x.averages.items()}
 
   def averages_after(self, t: int) -> list[str]:

@@ -76,6 +76,7 @@ def test_adamw_by_hand(tiny, scaling, factor):
     ("dpsgd(noise_multiplier=1)", "which optax refuses"),
     ("sgd(momentum=-0.1)", r"whose momentum is -0\.1; give a number"),
     ("sgd(nesterov=True)", "without momentum optax ignores nesterov; give momentum"),
+    ("sgd(momentum=0.9, momentum=0.5)", "keyword arguments, each once, for example"),
     ("sgd(momentum=True)", "whose momentum is True; give a number"),
     ("adam(b2=1)", "whose b2 is 1; give a number of at least 0 and below 1"),
     ("adam(eps=1e400)", r"which has the number inf; give at most 3\.4e"),
@@ -92,6 +93,9 @@ def test_weight_decay_is_refused_for_an_optimizer_without_it(tiny):
   message = "which takes no weight decay, but inner.weight_decay is not 0; set it to 0"
   c = resolve(tiny, **{"inner.optimizer": "adam"})
   with pytest.raises(ConfigError, match=f"inner.optimizer is 'adam', {message}"):
+    optimizers.make_inner(c)
+  c = resolve(tiny, **{"inner.optimizer": "madgrad"})
+  with pytest.raises(ConfigError, match=r"decay is not decoupled, .* is not 0; set it"):
     optimizers.make_inner(c)
   optimizers.make_inner(resolve(tiny, **{"inner.weight_decay": 0.0}))
 

@@ -77,6 +77,7 @@ def test_xla_gives_three_quarters_of_a_gpu_to_programs(monkeypatch):
   assert hardware.hbm_bytes("NVIDIA H200") == int(0.75 * 141 * 2**30)
   monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
   assert hardware.hbm_bytes("NVIDIA H200") == int(0.5 * 141 * 2**30)
+  assert hardware.peak_flops("NVIDIA H100 PCIe") < hardware.peak_flops("NVIDIA H100")
   assert hardware.hbm_bytes("TPU v5 lite") == int(15.75 * 2**30)
 
 
@@ -121,6 +122,9 @@ def test_offloaded_outer_state_is_counted_at_the_host(tiny):
   assert programs.outside("inner step") == payload + fetched
   inner_state = on_device["parameters"] + on_device["inner optimizer"]
   assert programs.outside("update") == inner_state
+  add_plugins(tiny, "warm_start")
+  tiny.train.steps, tiny.warm_start.steps = 1000, 300  # More than three rounds.
+  assert programs_of(tiny)[1].on_device == on_device
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ PLAIN = {"algorithm": "data_parallel"}
     ({"wire.compressor": "zip"}, "wire.compressor is 'zip'; choose one of quantize"),
     ({"wire.format": "e9m9"}, "wire.format is 'e9m9'; choose fp32, bf16 or eXmY"),
     ({**HOST, "diagnostics.every": 3}, "is 3, which .*transport is host; choose devic"),
-    ({**PLAIN, "sparta.share": 0.01}, "is data_parallel; choose streaming or diloco"),
     ({**HOST, "des_loc.first_every": 3}, "is 3, .* is host; choose device, or set"),
   ],
 )
@@ -184,6 +183,12 @@ def test_a_saved_config_is_read_with_fields_that_lack():
   saved = json.loads(json.dumps(r.to_dict()))
   del saved["data"]["shuffle_window"]
   assert complete(saved) == r
+
+
+def test_data_parallel_averages_nothing_between_syncs():
+  c = resolve(make(**{"sparta.share": 0.01, "des_loc.first_every": 3}))
+  assert len(c.averages) == 2
+  assert changed(c, PLAIN).averages == {}
 
 
 def test_data_parallel_ignores_the_fields_of_the_outer_step():

@@ -337,7 +337,8 @@ def recommended(rows: Sequence[Row], to_target: bool) -> Row | None:
     timed = [row for row in rows if row.hours_to_target is not None]
     return min(timed, key=lambda r: (r.hours_to_target, r.percent), default=None)
   fast = [row for row in rows if row.utilisation >= ENOUGH]
-  best = lambda r: (r.percent, r.bytes_per_token, r.hours)
+  # Equal losses may be one measurement, as where M = 1 was not measured.
+  best = lambda r: (r.percent, float(f"{r.hours:.3g}"), r.bytes_per_token)
   return min(fast, key=best, default=None)
 
 

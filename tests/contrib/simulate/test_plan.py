@@ -130,6 +130,8 @@ def test_the_smallest_loss_of_the_busy_rows_is_recommended():
   slow, fast, worse = row(9, 0.1, utilisation=0.5), row(1, 0.9), row(0.9, 2.0)
   assert plan.recommended([slow, fast, worse], to_target=False) == fast
   assert plan.recommended([slow], to_target=False) is None
+  alone = row(2 * fast.hours, fast.percent, utilisation=1.0, bytes_per_token=0)
+  assert plan.recommended([alone, fast], to_target=False) == fast
 
 
 def test_the_fastest_row_to_the_target_is_recommended():
