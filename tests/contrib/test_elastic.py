@@ -9,7 +9,6 @@ import pytest
 from diloco.algorithm.optimizers import learning_rate, make_inner
 from diloco.algorithm.streaming import make_streaming
 from diloco.config import add_plugins, resolve
-from diloco.contrib.elastic import merged
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 
@@ -21,17 +20,6 @@ def make(tiny, **fields):
   own = {"elastic.pull": 0.3, "sync_every": 4, "train.steps": STEPS}
   tiny.update_from_flattened_dict(own | fields)
   return resolve(tiny)
-
-
-def test_what_was_merged(tiny):
-  c = make(tiny, **{"overlap.tau": 3})
-  fragments, schedule = c.make_fragments(), c.make_schedule()
-  for t in range(3 * c.sync_every):
-    ids = [p for p, _ in schedule.arrivals(t)]
-    mask = merged(c, jnp.int32(t))
-    layers = sorted(n for p in ids for n in fragments[p].layers)
-    assert list(np.flatnonzero(mask["blocks"])) == layers, t
-    assert mask["embed"] == any(fragments[p].rest for p in ids), t
 
 
 @pytest.mark.parametrize("tau", [0, 2])
