@@ -49,6 +49,21 @@ def called(
   return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
 
 
+def shown(main: Callable, *args: str | pathlib.Path) -> str:
+  """What a command prints that succeeds."""
+  done = called(main, *args)
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+def refused(main: Callable, *args: str | pathlib.Path) -> str:
+  """The sentence of a command that refuses its arguments."""
+  done = called(main, *args)
+  assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+  assert done.stderr.startswith("error: ")
+  return done.stderr
+
+
 def start(*args: str | pathlib.Path, before=(), **more) -> subprocess.Popen:
   """Starts Python in the clone.
 

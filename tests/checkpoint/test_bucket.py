@@ -221,15 +221,13 @@ def test_killed_and_resumed_bit_for_bit(server, tmp_path, capsys, moments):
   reads_it(address, whole, tmp_path, capsys)
 
 
-def reads_it(address, whole, tmp_path, capsys):
+def reads_it(address, whole, tmp_path):
   """All commands that read a run read it from the bucket."""
-  assert status.main([address]) == 0
-  shown = capsys.readouterr().out
+  shown = running.shown(status.main, address)
   assert address in shown
   assert "finished" in shown
   assert status.main([address.rpartition("/")[0]]) == 0
-  assert compare.main([address, str(whole)]) == 0
-  assert f"{address}/compare.png" in capsys.readouterr().out
+  assert f"{address}/compare.png" in running.shown(compare.main, address, whole)
   out = tmp_path / "export"
   assert export.main([address, f"--output={out}"]) == 0
   assert (out / "model.safetensors").is_file()

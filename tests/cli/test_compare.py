@@ -5,6 +5,7 @@ import json
 
 import pytest
 from conftest import tiny_config, update
+from running import refused, shown
 
 from diloco.cli import compare, status
 from diloco.config import changed, resolve
@@ -157,10 +158,9 @@ def test_a_site_that_jumped_to_the_last_step_is_finished(tmp_path):
   assert (run.step, run.sent[12], compare.missing(run)) == (12, 450, [])
 
 
-def test_the_command_writes_the_picture(two, tmp_path, capsys):
+def test_the_command_writes_the_picture(two, tmp_path):
   picture = tmp_path / "new/x.png"
-  assert compare.main([*map(str, two), f"--out={picture}"]) == 0
-  assert "plain is not finished" in capsys.readouterr().out
+  assert "plain is not finished" in shown(compare.main, *two, f"--out={picture}")
   assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -173,12 +173,9 @@ def test_the_command_writes_the_picture(two, tmp_path, capsys):
     (["{0}", "--out={0}/a.png"], "a.png'; give a file such as compare.png"),
   ],
 )
-def test_mistakes_are_told_in_one_sentence(two, capsys, args, message):
+def test_mistakes_are_told_in_one_sentence(two, args, message):
   (two[0] / "a.png").mkdir(exist_ok=True)
-  assert compare.main([arg.format(two[0]) for arg in args]) == 2
-  error = capsys.readouterr().err
-  assert message in error
-  assert error.count("\n") == 1
+  assert message in refused(compare.main, *[arg.format(two[0]) for arg in args])
 
 
 def test_a_held_out_loss_that_is_not_finite_is_shown(tmp_path):
@@ -190,12 +187,11 @@ def test_a_held_out_loss_that_is_not_finite_is_shown(tmp_path):
   assert "held-out     not finite at 12" in status.lines(folder, 0.0)
 
 
-def test_a_run_without_a_step_is_named_beside_the_others(two, tmp_path, capsys):
+def test_a_run_without_a_step_is_named_beside_the_others(two, tmp_path):
   new = make_run(tmp_path / "new", config())
   (new / "metrics.jsonl").write_text("")
   out = tmp_path / "x.svg"
-  assert compare.main([str(two[0]), str(new), f"--out={out}"]) == 0
-  assert "new has no step yet." in capsys.readouterr().out
+  assert "new has no step yet." in shown(compare.main, two[0], new, f"--out={out}")
   assert out.is_file()
 
 

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import running
 from conftest import tiny_config
+from running import refused
 
 from diloco.cli import status
 from diloco.config import resolve
@@ -181,11 +182,9 @@ def test_a_run_of_sites_has_a_line_for_each_site_and_their_group(tmp_path, confi
   assert ["step 9 of 12" in line for line in lines] == [False, True, False, True]
 
 
-def test_a_folder_without_runs_is_a_mistake(tmp_path, capsys):
-  assert status.main([str(tmp_path)]) == 2
-  assert "where no run has written metrics.jsonl" in capsys.readouterr().err
-  assert status.main([str(tmp_path / "rnu")]) == 2
-  assert "but there is no such folder." in capsys.readouterr().err
+def test_a_folder_without_runs_is_a_mistake(tmp_path):
+  assert "where no run has written metrics.jsonl" in refused(status.main, tmp_path)
+  assert "but there is no such folder." in refused(status.main, tmp_path / "rnu")
 
 
 def test_the_config_of_another_program_is_no_config_of_a_run(tmp_path):

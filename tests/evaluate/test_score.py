@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy_decoder import moved, numpy_decoder
+from running import refused, shown
 from test_tasks import ITEMS, needs_items
 
 from diloco import train
@@ -166,8 +167,7 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
 
   details = tmp_path / "details.jsonl"
   args = [f"{tmp_path}", f"--tasks={ITEMS}", "--items=4", "--heldout"]
-  assert evaluate.main([*args, f"--details={details}"]) == 0
-  out = capsys.readouterr().out
+  out = shown(evaluate.main, *args, f"--details={details}")
   assert "items.jsonl" in out
   assert "nats/token" in out
   said = json.loads((tmp_path / "evaluation_7.json").read_text())
@@ -181,10 +181,8 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
     (["--heldout", "--items=3"], "--details and --items need --tasks, which is empty"),
     ([f"--tasks={ITEMS}", f"--details={tmp_path}"], "a folder; give a file"),
   ):
-    assert evaluate.main([f"{tmp_path}", *more]) == 2
-    assert message in capsys.readouterr().err
-  assert evaluate.main([f"{tmp_path}", "--heldout"]) == 0
-  assert capsys.readouterr().out.startswith("held-out ")
+    assert message in refused(evaluate.main, tmp_path, *more)
+  assert shown(evaluate.main, tmp_path, "--heldout").startswith("held-out ")
   # Each command adds to what is known of the step.
   assert json.loads((tmp_path / "evaluation_7.json").read_text()) == said
 
@@ -197,9 +195,8 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
   assert export.main([f"{tmp_path}", f"--output={tmp_path / 'exported'}"]) == 0
   assert not results.exists()  # It would belong to the first export.
   capsys.readouterr()
-  assert evaluate.main([f"{tmp_path}", "--heldout"]) == 0
   note = "was another text when the run was evaluated, so this loss cannot be compared"
-  assert note in capsys.readouterr().out
+  assert note in shown(evaluate.main, tmp_path, "--heldout")
   assert note in json.loads((tmp_path / "evaluation_7.json").read_text())["note"]
   (tmp_path / "contents.json").unlink()
 
@@ -207,7 +204,6 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
     raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
   monkeypatch.setattr(evaluate.files, "write_json", read_only)
-  assert evaluate.main([f"{tmp_path}", "--heldout"]) == 0
-  *_, where, content = capsys.readouterr().out.splitlines()
+  *_, where, content = shown(evaluate.main, tmp_path, "--heldout").splitlines()
   assert "evaluation_7.json cannot be written (Permission denied)" in where
   assert json.loads(content) == said

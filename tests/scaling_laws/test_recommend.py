@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from running import refused, shown
 from test_results import make_run, write
 
 from diloco.config.command_line import load_config
@@ -147,13 +148,12 @@ def own_runs():
   return table.assign(tokens=6 * table["params"])
 
 
-def ask(capsys, *arguments) -> dict:
+def ask(*arguments) -> dict:
   flags = "--algorithm=streaming", "--seq_len=64", *arguments, "--json"
-  assert main(["recommend", *flags]) == 0
-  return json.loads(capsys.readouterr().out)
+  return json.loads(shown(main, "recommend", *flags))
 
 
-def test_laws_of_your_own_runs_replace_the_papers_laws(tmp_path, capsys, own_runs):
+def test_laws_of_your_own_runs_replace_the_papers_laws(tmp_path, own_runs):
   path = write(tmp_path / "runs.csv", own_runs)
   laws, _ = results.fit_runs(runs.read(path))
   found = lib.recommend(1e7, 4, algorithm="streaming", seq_len=64, laws=laws)
@@ -162,12 +162,12 @@ def test_laws_of_your_own_runs_replace_the_papers_laws(tmp_path, capsys, own_run
   assert predict.predict(1e7, 4, laws=laws).loss == pytest.approx(OWN_LOSS(1e7, 4))
   with pytest.raises(ValueError, match="the results have no law diloco_M4, only"):
     predict.predict(1e7, 4, "independent", laws=laws)
-  answer = ask(capsys, "--params=2e6", f"--results={path}")
+  answer = ask("--params=2e6", f"--results={path}")
   assert answer["loss"]["loss"] == pytest.approx(OWN_LOSS(2e6, 2))
   assert answer["dp_loss"] is None
   assert answer["loss_measured"] is None
   assert answer["notes"] == []
-  answer = ask(capsys, "--params=1e9", "--replicas=4", f"--results={path}")
+  answer = ask("--params=1e9", "--replicas=4", f"--results={path}")
   assert answer["notes"] == [
     "N = 1e+09 is beyond the runs' sizes, 1e+06 to 4e+06: sweep nearby.",
     "M = 4 is beyond the runs' replicas, 1 to 2: sweep it.",
@@ -185,80 +185,78 @@ def test_the_sequences_are_as_long_as_those_of_your_own_runs(tmp_path, own_runs)
   assert "sequences of 2,048 tokens" in lib.recommend(4e9, seq_len=512).notes[0]
 
 
-def test_a_note_names_the_algorithm_whose_laws_are_used(tmp_path, capsys, own_runs):
-  answer = ask(capsys, "--params=4e9", "--seq_len=2048")
+def test_a_note_names_the_algorithm_whose_laws_are_used(tmp_path, own_runs):
+  answer = ask("--params=4e9", "--seq_len=2048")
   [note] = answer["notes"]
   assert note == "the laws are of diloco, as streaming has no such law."
   assert answer["loss_measured"] is None
   assert answer["dp_loss_measured"] == 2.224
   path = write(tmp_path / "runs.csv", own_runs)
-  answer = ask(capsys, "--algorithm=diloco", "--params=2e6", f"--results={path}")
+  answer = ask("--algorithm=diloco", "--params=2e6", f"--results={path}")
   [note] = answer["notes"]
   assert note == "the laws are of streaming_joint, as diloco has no such law."
   both = own_runs.assign(algorithm="diloco"), own_runs.query("replicas == 2")
   write(tmp_path / "runs.csv", pd.concat(both))
-  answer = ask(capsys, "--params=2e6", f"--results={path}")
+  answer = ask("--params=2e6", f"--results={path}")
   assert (answer["method"], answer["notes"]) == ("independent", [])
 
 
-def test_the_budget_and_the_outer_rate_are_of_your_own_runs(tmp_path, capsys, own_runs):
+def test_the_budget_and_the_outer_rate_are_of_your_own_runs(tmp_path, own_runs):
   path = write(tmp_path / "runs.csv", own_runs)
-  answer = ask(capsys, "--params=4e6", f"--results={path}")
+  answer = ask("--params=4e6", f"--results={path}")
   assert answer["tokens_per_param"] == pytest.approx(6)
   assert answer["tokens"] == pytest.approx(6 * 4e6, rel=1e-3)
   assert answer["outer_learning_rate"] == 0.8
   assert answer["outer_source"] == "the best of your runs at M=2"
-  one = ask(capsys, "--params=4e6", "--replicas=1", f"--results={path}")
+  one = ask("--params=4e6", "--replicas=1", f"--results={path}")
   assert one["outer_learning_rate"] == 0.4
-  more = ask(capsys, "--params=4e6", f"--results={path}", "--overtrain=4")
+  more = ask("--params=4e6", f"--results={path}", "--overtrain=4")
   assert more["tokens"] == pytest.approx(24 * 4e6, rel=1e-3)
   assert more["loss"] is None
-  assert main(["recommend", "--params=4e6", f"--results={path}", "--overtrain=4"]) == 0
-  assert "no law: laws hold only for 6 tokens per parameter" in capsys.readouterr().out
+  text = shown(main, "recommend", "--params=4e6", f"--results={path}", "--overtrain=4")
+  assert "no law: laws hold only for 6 tokens per parameter" in text
 
 
-def test_notes_list_the_problems_of_your_own_runs(tmp_path, capsys, own_runs):
+def test_notes_list_the_problems_of_your_own_runs(tmp_path, own_runs):
   # No smaller batch at the largest N with M = 2, no tokens, and one cell is missing.
   few = "params == 4e6 and replicas == 2 and batch_tokens == 2048"
   table = own_runs.query(f"not ({few}) and not (params == 1e6 and replicas == 1)")
   path = write(tmp_path / "runs.csv", table.drop(columns="tokens"))
-  assert main(["recommend", "--params=4e6", f"--results={path}"]) == 2
-  assert "the best batch, 4096, is the smallest of 2" in capsys.readouterr().err
-  answer = ask(capsys, "--params=4e6", f"--results={path}", "--any")
+  given = ("--params=4e6", f"--results={path}")
+  said = refused(main, "recommend", *given)
+  assert "the best batch, 4096, is the smallest of 2" in said
+  answer = ask(*given, "--any")
   tokens, edge, few, missing = answer["notes"]
   assert "no column tokens): the budget is 20 tokens per parameter" in tokens
   assert "best batch, 4096, is the smallest of 2 tried" in edge
   assert "only 2 batch sizes were tried" in few
   assert "streaming has no run at N = 1e+06, M = 1" in missing
-  assert main(["recommend", "--params=4e6", f"--results={path}", "--any"]) == 0
   # The fifth note says that the laws are not of diloco.
-  assert capsys.readouterr().out.count("\nnote") == 5
-  assert main(["fit", path, "--any", "--json"]) == 0
-  assert {edge, few, missing} <= {*json.loads(capsys.readouterr().out)["problems"]}
+  assert shown(main, "recommend", *given, "--any").count("\nnote") == 5
+  problems = json.loads(shown(main, "fit", path, "--any", "--json"))["problems"]
+  assert {edge, few, missing} <= {*problems}
   write(path, own_runs.assign(tokens=own_runs["params"] * own_runs["replicas"]))
-  answer = ask(capsys, "--params=4e6", f"--results={path}", "--any")
+  answer = ask(*given, "--any")
   (note,) = answer["notes"]
   assert note.startswith("the runs of streaming_joint had 1 to 2 tokens per parameter")
 
 
-def test_a_recommendation_needs_a_law_of_the_batch(tmp_path, capsys, own_runs):
+def test_a_recommendation_needs_a_law_of_the_batch(tmp_path, own_runs):
   table = own_runs.query("batch_tokens == 4096")
   path = write(tmp_path / "runs.csv", table)
-  assert main(["recommend", "--params=4e6", f"--results={path}"]) == 2
   said = "no law of the batch for joint: sweep three values of batch or more at two"
-  assert said in capsys.readouterr().err
-  answer = ask(capsys, "--params=4e6", f"--results={path}", "--batch_tokens=4096")
+  assert said in refused(main, "recommend", "--params=4e6", f"--results={path}")
+  answer = ask("--params=4e6", f"--results={path}", "--batch_tokens=4096")
   assert (answer["batch_tokens"], answer["notes"]) == (4096, [])
-  answer = ask(capsys, "--params=4e6", f"--results={path}", "--batch_tokens=9999")
+  answer = ask("--params=4e6", f"--results={path}", "--batch_tokens=9999")
   assert "those of the runs' batch, 4,096 tokens, and do not hold" in answer["notes"][0]
   write(path, table.query("replicas == 2"))
-  answer = ask(capsys, "--params=4e6", f"--results={path}", "--batch_tokens=4096")
+  answer = ask("--params=4e6", f"--results={path}", "--batch_tokens=4096")
   assert answer["method"] == "independent"
 
 
-def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
-  assert main(["recommend", "--params=4B", "--replicas=2"]) == 0
-  text = capsys.readouterr().out
+def test_the_command_prints_both_losses_and_the_measured_ones():
+  text = shown(main, "recommend", "--params=4B", "--replicas=2")
   for part in ("524,288 tokens = 256 x 2048", "measured 2.220", "measured 2.224"):
     assert part in text
   assert "figure 7" in text
@@ -270,14 +268,13 @@ def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
   short = train_command("4B", own=False, r=lib.recommend(4e9, seq_len=1000)).split()
   assert load_config(short[4][9:], short[5:-1]).model.loss_chunk == 0
   flags = "--params=4B", "--overtrain=2", "--algorithm=data_parallel"
-  assert main(["recommend", *flags]) == 0
-  text = capsys.readouterr().out
+  text = shown(main, "recommend", *flags)
   assert "no law: laws hold only for 20 tokens per parameter" in text
   assert "outer" not in text
-  assert main(["recommend", "--params=big"]) == 2
-  assert capsys.readouterr().err.startswith("error: --params is 'big'")
-  assert main(["recommend", "--params=1e9", "--results=/nonexistent.csv"]) == 2
-  for flag in ("--where=seed=0", "--any"):
-    capsys.readouterr()
-    assert main(["recommend", "--params=1e9", flag]) == 2
-    assert "need --results, which is not given" in capsys.readouterr().err
+  for flags, said in (
+    (["--params=big"], "--params is 'big'"),
+    (["--params=1e9", "--results=/nonexistent.csv"], "/nonexistent.csv"),
+    (["--params=1e9", "--where=seed=0"], "need --results, which is not given"),
+    (["--params=1e9", "--any"], "need --results, which is not given"),
+  ):
+    assert said in refused(main, "recommend", *flags)

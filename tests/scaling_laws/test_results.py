@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+from running import refused, shown
 
 from diloco.scaling_laws import __main__ as cli
 from diloco.scaling_laws import cells, results, runs
@@ -61,6 +62,13 @@ def write(path, table: pd.DataFrame) -> str:
   return str(path)
 
 
+def despite(message: str, table: pd.DataFrame) -> tuple[dict, list[str]]:
+  """The laws and problems of runs that are refused with this message without --any."""
+  with pytest.raises(ValueError, match=message):
+    results.fit_runs(table)
+  return results.fit_runs(table, strict=False)
+
+
 def test_laws_are_recovered_from_a_full_sweep():
   plain = make_runs((1,), "data_parallel")
   laws, problems = results.fit_runs(pd.concat([make_runs(), plain], ignore_index=True))
@@ -94,9 +102,7 @@ def test_a_best_point_on_the_edge_is_refused():
     " learning_rate .* and outer_learning_rate 0.6; extend the grid to larger ones"
     " until the best is interior. To fit despite this and 1 more: --any."
   )
-  with pytest.raises(ValueError, match=message):
-    results.fit_runs(table)
-  laws, problems = results.fit_runs(table, strict=False)
+  laws, problems = despite(message, table)
   assert len(problems) == 2
   assert laws["diloco_M4"].loss.law.alpha == pytest.approx(LOSS.alpha)
 
@@ -141,15 +147,14 @@ def test_a_value_that_all_runs_share_is_a_choice():
   assert (laws["diloco_M2"].batch, laws["diloco_M2"].outer_rates) == (None, {2: 0.6})
 
 
-def test_a_note_says_that_the_rate_was_not_tuned_at_other_batches(tmp_path, capsys):
+def test_a_note_says_that_the_rate_was_not_tuned_at_other_batches(tmp_path):
   full = make_runs((2,))
   best_rate = np.isclose(full["learning_rate"], [RATE(n, 2) for n in full["params"]])
   cross = full[at_best_batch(full) | best_rate]
   path = write(tmp_path / "runs.csv", as_file(cross))
   for command in (["fit", path], ["recommend", "--params=1e7", f"--results={path}"]):
-    assert cli.main(command) == 0
     said = "diloco_M2: at 6 of the batches beside the best ones only one rate was tried"
-    assert capsys.readouterr().out.count(said) == 1
+    assert shown(cli.main, *command).count(said) == 1
   assert results.fit_runs(full)[0]["diloco_M2"].notes == ()
 
 
@@ -158,9 +163,7 @@ def test_a_hyperparameter_that_was_not_swept_is_refused():
   best = at_best_batch(full)
   table = full[best]
   message = r"diloco at N = 1e\+06, M = 1: batch was not swept, all .* add runs with"
-  with pytest.raises(ValueError, match=message):
-    results.fit_runs(table)
-  laws, problems = results.fit_runs(table, strict=False)
+  laws, problems = despite(message, table)
   assert sum("was not swept" in p for p in problems) == 9
   for name, law in laws.items():
     assert law.loss.law.alpha == pytest.approx(LOSS.alpha)
@@ -186,9 +189,7 @@ def test_cells_on_a_diagonal_have_no_joint_law():
 def test_a_missing_cell_is_named():
   table = make_runs()
   table = table[~((table["params"] == 1e8) & (table["replicas"] == 2))]
-  with pytest.raises(ValueError, match=r"diloco has no run at N = 1e.08, M = 2"):
-    results.fit_runs(table)
-  laws, problems = results.fit_runs(table, strict=False)
+  laws, problems = despite("diloco has no run at N = 1e.08, M = 2", table)
   assert len(problems) == 1
   assert laws["diloco_joint"].loss.law.beta == pytest.approx(LOSS.beta)
 
@@ -215,12 +216,7 @@ def test_columns_in_which_runs_alike_differ_are_named(tmp_path):
     ("sync_every", 30, 100, r"have sync_every 30 \(line 2\) and 100 \(line 56"),
     ("outer_optimizer", "sgd", "sgd(momentum=0.9)", "=outer_optimizer=sgd[.]"),
     ("text", "0a", "0b", "have text 0a .* and 0b .* choose by --where=text=0a"),
-    (
-      "config",
-      "{}",
-      '{"overlap.tau": 5}',
-      "M = 1 differ in overlap.tau .* in config",
-    ),
+    ("config", "{}", '{"overlap.tau": 5}', "M = 1 differ in overlap.tau .* in config"),
     ("tokens", 1e6, 4e6, "1e.07, M = 1 have 1e.06 and 4e.06 tokens .* differ in note"),
   ],
 )
@@ -249,14 +245,12 @@ def test_data_parallel_has_no_h_and_older_runs_no_digest():
 def test_a_loss_that_does_not_fall_with_n_is_refused():
   table = make_runs((2,))
   rising = table.assign(loss=table["loss"] * (table["params"] / SIZES[0]) ** 0.2)
-  with pytest.raises(ValueError, match=r"loss of diloco_M2 does not fall with N \(al"):
-    results.fit_runs(rising)
-  laws, problems = results.fit_runs(rising, strict=False)
+  laws, problems = despite(r"loss of diloco_M2 does not fall with N \(al", rising)
   assert laws["diloco_M2"].loss.law.alpha > 0
   assert len(problems) == 1
 
 
-def test_the_command_fits_a_file(tmp_path, capsys):
+def test_the_command_fits_a_file(tmp_path):
   table = as_file(make_runs()).assign(status="done", sync_every=30)
   other = table[:1].assign(sync_every=100, loss=1.0)
   failed = table[:1].assign(status="failed", loss="")
@@ -264,48 +258,42 @@ def test_the_command_fits_a_file(tmp_path, capsys):
   found = runs.read(path, {"sync_every": "30.0"})
   assert len(found) == len(make_runs())
   assert found["batch"].to_numpy() == pytest.approx(make_runs()["batch"].to_numpy())
-  assert cli.main(["fit", path, "--where=sync_every=30"]) == 0
-  text = capsys.readouterr().out
+  text = shown(cli.main, "fit", path, "--where=sync_every=30")
   assert "\ndiloco_joint      loss           1: 0.0000  2: 0.0000  4: 0.0000\n" in text
   line = text[: text.index("|log y")].splitlines()[-3]
   assert line.startswith("diloco_joint      loss")
   assert "A 20 [20, 20]" in line
-  assert cli.main(["fit", path]) == 2
   said = "error: the runs have sync_every 30 (line 2) and 100 (line 245), so"
-  assert capsys.readouterr().err.startswith(said)
+  assert refused(cli.main, "fit", path).startswith(said)
 
 
-def test_the_command_prints_residuals_at_the_largest_size(tmp_path, capsys):
+def test_the_command_prints_residuals_at_the_largest_size(tmp_path):
   # The last point lies e^0.1 above the line through the others.
   table = make_runs()
   above = np.where(table["params"] == 1e8, np.exp(0.1), 1)
   table["loss"] *= above
   path = write(tmp_path / "runs.csv", as_file(table))
-  assert cli.main(["fit", path, "--json"]) == 0
-  found = json.loads(capsys.readouterr().out)
+  found = json.loads(shown(cli.main, "fit", path, "--json"))
   off = pytest.approx(0.1, abs=1e-6)
   assert found["diloco_M2"]["left_out"]["loss"] == {"2": off}
   assert found["diloco_joint"]["left_out"]["loss"] == {"1": off, "2": off, "4": off}
   # Two sizes have neither residuals nor intervals.
   write(tmp_path / "runs.csv", as_file(table[table["params"] < 1e8]))
-  assert cli.main(["fit", path, "--json"]) == 0
-  found = json.loads(capsys.readouterr().out)["diloco_M2"]
+  found = json.loads(shown(cli.main, "fit", path, "--json"))["diloco_M2"]
   alpha = {"value": pytest.approx(-0.1), "interval": None}
   assert (found["left_out"], found["loss"]["alpha"]) == ({}, alpha)
-  assert cli.main(["fit", path]) == 0
-  assert "alpha -0.1 [-]" in capsys.readouterr().out
+  assert "alpha -0.1 [-]" in shown(cli.main, "fit", path)
 
 
-def test_a_quantity_without_a_law_is_null_in_json(tmp_path, capsys):
+def test_a_quantity_without_a_law_is_null_in_json(tmp_path):
   table = make_runs((2,))
   table = table[at_best_batch(table)]
   path = write(tmp_path / "runs.csv", as_file(table))
-  assert cli.main(["fit", path, "--any"]) == 0
-  out = capsys.readouterr().out
+  out = shown(cli.main, "fit", path, "--any")
   assert re.search(r"diloco_M2 +batch +-\n", out)
   assert re.search("note: diloco_M2 has no law of the batch: .* but has 0: add", out)
-  assert cli.main(["fit", path, "--any", "--json"]) == 0
-  assert json.loads(capsys.readouterr().out)["diloco_M2"]["batch"] is None
+  found = json.loads(shown(cli.main, "fit", path, "--any", "--json"))
+  assert found["diloco_M2"]["batch"] is None
 
 
 @pytest.mark.parametrize(
@@ -358,12 +346,11 @@ def test_files_that_are_no_table_are_refused(tmp_path):
   assert len(runs.read(path)) == len(make_runs())
 
 
-def test_a_filter_without_any_run_is_refused(tmp_path, capsys):
+def test_a_filter_without_any_run_is_refused(tmp_path):
   table = as_file(make_runs())
   table["seed"] = np.arange(len(table)) % 2
   path = write(tmp_path / "runs.csv", table)
-  assert cli.main(["fit", path, "--where=seq_len=64.0,seed=7"]) == 2
-  said = capsys.readouterr().err
+  said = refused(cli.main, "fit", path, "--where=seq_len=64.0,seed=7")
   assert "has seq_len=64.0,seed=7: seed is for example '0', '1'; choose among" in said
   with pytest.raises(ValueError, match="has no finished run"):
     runs.read(write(tmp_path / "f.csv", table[:1].assign(status="failed")))

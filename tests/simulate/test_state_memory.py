@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from running import refused, shown
 
 from diloco.config import resolve
 from diloco.config.command_line import load_config
@@ -24,25 +25,22 @@ def test_the_paper_s_numbers():
   assert held["64 GB/s of PCIe"] == pytest.approx(347, abs=0.5)
 
 
-def test_the_command_has_the_paper_s_model_as_its_default(capsys):
-  assert command.main(["memory", "--json"]) == 0
-  found = json.loads(capsys.readouterr().out)
+def test_the_command_has_the_paper_s_model_as_its_default():
+  found = json.loads(shown(command.main, "memory", "--json"))
   for ours, expected in zip(found, memory(100e9, 100e9 / 36), strict=True):
     assert ours == pytest.approx(expected)
 
 
-def test_of_a_config_it_counts_the_trainer_s_fragments(capsys):
-  assert command.main(["memory", "--config=sample", "--json"]) == 0
-  found = json.loads(capsys.readouterr().out)
+def test_of_a_config_it_counts_the_trainer_s_fragments():
+  found = json.loads(shown(command.main, "memory", "--config=sample", "--json"))
   c = resolve(load_config("sample"))
   whole = num_params(c.model)
   inner, outer, held = (row["GB"] * 1e9 for row in found)
   assert (inner, outer) == pytest.approx((12 * whole, 8 * whole))
   assert outer / len(c.make_fragments()) < held < outer
   diloco = ["--config=sample", "--config.algorithm=diloco", "--json"]
-  assert command.main(["memory", *diloco]) == 0
-  assert json.loads(capsys.readouterr().out)[2]["share"] == pytest.approx(2 / 3)
-  assert command.main(["memory", "--layers=0"]) == 2
+  found = json.loads(shown(command.main, "memory", *diloco))
+  assert found[2]["share"] == pytest.approx(2 / 3)
+  refused(command.main, "memory", "--layers=0")
   plain = ["--config=sample", "--config.algorithm=data_parallel"]
-  assert command.main(["memory", *plain]) == 2
-  assert "data_parallel, which has no rounds" in capsys.readouterr().err
+  assert "data_parallel, which has no rounds" in refused(command.main, "memory", *plain)

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from running import refused, shown
 from workloads import workloads
 
 from diloco.simulate import __main__ as command
@@ -143,14 +144,11 @@ def test_errors_name_the_field_the_value_and_the_limit(fields, message):
     Workload.of_equal_layers(**valid | fields)
 
 
-def test_the_commands_agree(capsys):
-  assert command.main(["table4"]) == 0
-  last = capsys.readouterr().out.strip().splitlines()[-1]
+def test_the_commands_agree():
+  last = shown(command.main, "table4").strip().splitlines()[-1]
   assert last == "exact 70/75, within one grid point 75/75"
   model = ["--params=1e9", "--layers=24", "--step_time=0.1", "--json"]
-  assert command.main(["bandwidth", *model, "--target=0.95"]) == 0
-  gbits = json.loads(capsys.readouterr().out)["gbits"]
-  assert command.main(["utilisation", *model, f"--gbits={gbits}"]) == 0
-  assert json.loads(capsys.readouterr().out)["utilisation"] == pytest.approx(0.95)
-  assert command.main(["utilisation", *model, "--gbits=-1"]) == 2
-  assert "error: bandwidth is" in capsys.readouterr().err
+  gbits = json.loads(shown(command.main, "bandwidth", *model, "--target=0.95"))["gbits"]
+  found = json.loads(shown(command.main, "utilisation", *model, f"--gbits={gbits}"))
+  assert found["utilisation"] == pytest.approx(0.95)
+  assert "bandwidth is" in refused(command.main, "utilisation", *model, "--gbits=-1")

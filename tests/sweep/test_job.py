@@ -39,8 +39,7 @@ def test_a_job_notes_the_error_that_the_trainer_printed(tmp_path, count, launch)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_trainer_that_is_killed_leaves_no_end(run):
-  command = [sys.executable, "-m", "diloco.sweep.job", str(run)]
-  started = subprocess.Popen(command)
+  started = running.start("-m", "diloco.sweep.job", run)
   children = pathlib.Path(f"/proc/{started.pid}/task/{started.pid}/children")
   trainer, *_ = running.wait(lambda: children.read_text().split(), started)
   os.kill(int(trainer), signal.SIGKILL)
@@ -71,8 +70,7 @@ def test_a_signal_to_a_job_or_to_all_processes_lets_the_trainer_save(run, send, 
   Here they come while the trainer is still importing. A job that is stopped has not
   failed.
   """
-  command = [sys.executable, "-m", "diloco.sweep.job", str(run)]
-  started = subprocess.Popen(command, start_new_session=True)
+  started = running.start("-m", "diloco.sweep.job", run, start_new_session=True)
   running.wait(lambda: _handles_stops(started.pid), started)
   send(started.pid, number)
   started.wait()
@@ -81,13 +79,13 @@ def test_a_signal_to_a_job_or_to_all_processes_lets_the_trainer_save(run, send, 
 
 
 def test_a_job_is_asked_for_with_its_folder(tmp_path, capsys):
-  assert job.main([str(tmp_path / "none")]) == 2
-  assert "has no config.json; give a folder of a sweep" in capsys.readouterr().err
+  said = running.refused(job.main, tmp_path / "none")
+  assert "has no config.json; give a folder of a sweep" in said
   (tmp_path / "config.json").write_text('{"warp": 1}')
   with (tmp_path / "lock").open("w") as lock:
     assert files.try_lock(lock)
-    assert job.main([str(tmp_path)]) == 2
-  assert "which another process trains already" in capsys.readouterr().err
+    said = running.refused(job.main, tmp_path)
+  assert "which another process trains already" in said
   assert job.main([str(tmp_path)]) == 1
   assert "warp is 1, but there is no such field" in capsys.readouterr().out
 

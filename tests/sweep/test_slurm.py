@@ -90,11 +90,10 @@ def test_each_run_is_a_job_of_several_processes(tmp_path, fake_slurm, monkeypatc
   assert (fake_slurm / "options").read_text().splitlines()[2] == "--nodes=2"
 
 
-def test_a_dry_run_counts_jobs(tmp_path, fake_slurm, capsys):
+def test_a_dry_run_counts_jobs(tmp_path, fake_slurm):
   flags = ["--sweep=ladder:size=35M", f"--results={tmp_path / 'r'}", "--dry_run"]
   flags += ["--backend=slurm", "--slurm_options=--nodes=2 --gpus-per-node=8"]
-  assert cli.main(flags) == 0
-  said = capsys.readouterr().out
+  said = running.shown(cli.main, *flags)
   assert said.splitlines()[0].split() == ["size", "jobs", "FLOPs", "GPU-hours"]
   assert submitted(fake_slurm) == 0
 

@@ -121,9 +121,8 @@ def test_rare_spaces_and_line_ends_come_back(tmp_path):
 def test_mistakes_give_one_sentence(tmp_path, text, flags, message):
   (tmp_path / "a.txt").write_text(text)
   files = (f"--source=files:{tmp_path}/a.txt", f"--output={tmp_path}/a.model")
-  done = running.called(train_tokenizer.main, *files, "--split=all", *flags)
-  assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-  assert message in done.stderr
+  said = running.refused(train_tokenizer.main, *files, "--split=all", *flags)
+  assert message in said
   assert not (tmp_path / "a.model").exists()
 
 

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from running import refused, shown
 
 from diloco.config import add_plugins, resolve
 from diloco.contrib.diagnostics import __main__ as diagnostics
@@ -84,7 +85,7 @@ def write(workdir, c, kinds: dict[str, list[dict]]) -> None:
   writer.close()
 
 
-def test_the_command_draws_a_run_that_goes_on(c, tmp_path, capsys):
+def test_the_command_draws_a_run_that_goes_on(c, tmp_path):
   names = ("outer_grad_cosine", "replica_drift", "outer_norm")
   values = {f"{name}_by_layer": [0.5, 0.6] for name in names}
   errors = {"quantization_error_by_layer": [[0.1, 0.2], [0.1, 0.2]]}
@@ -94,8 +95,7 @@ def test_the_command_draws_a_run_that_goes_on(c, tmp_path, capsys):
   received = sends([5], outer_update_norm_by_layer=[0.1, 0.2])
   write(tmp_path, c, {"send": sent, "receive": received})
   out = tmp_path / "new" / "picture.png"
-  assert diagnostics.main([str(tmp_path), f"--out={out}"]) == 0
-  assert capsys.readouterr().out == f"picture      {out}\n"
+  assert shown(diagnostics.main, tmp_path, f"--out={out}") == f"picture      {out}\n"
   assert out.read_bytes().startswith(b"\x89PNG")
 
 
@@ -103,12 +103,10 @@ def test_the_command_draws_a_run_that_goes_on(c, tmp_path, capsys):
   ("kinds", "message"),
   [(None, "has no metrics.jsonl; give the"), ({}, "no diagnostics; train with")],
 )
-def test_a_folder_without_diagnostics_is_refused(c, tmp_path, capsys, kinds, message):
+def test_a_folder_without_diagnostics_is_refused(c, tmp_path, kinds, message):
   if kinds is not None:
     write(tmp_path, c, kinds)
-  assert diagnostics.main([str(tmp_path), f"--out={tmp_path / 'a.png'}"]) == 2
-  error = capsys.readouterr().err
-  assert error.count("\n") == 1
+  error = refused(diagnostics.main, tmp_path, f"--out={tmp_path / 'a.png'}")
   assert str(tmp_path) in error
   assert message in error
 

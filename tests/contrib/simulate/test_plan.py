@@ -7,7 +7,7 @@ import re
 import statistics
 
 import pytest
-from running import ROOT, read_csv
+from running import ROOT, read_csv, refused, shown
 
 from diloco.config import changed
 from diloco.config.command_line import load_config
@@ -161,14 +161,13 @@ def test_the_curve_is_that_of_the_configs_model_and_tokens(tmp_path, sample):
       plan.held_out(other)
 
 
-def run(capsys, *args):
-  assert command.main(["plan", *args]) == 0
-  return capsys.readouterr().out
+def run(*args):
+  return shown(command.main, "plan", *args)
 
 
-def test_hours_on_a_fast_link_are_those_of_the_steps_and_syncs(capsys, sample):
+def test_hours_on_a_fast_link_are_those_of_the_steps_and_syncs(sample):
   args = (*SAMPLE, "--gbits=1e9", "--json", "--all")
-  without = json.loads(run(capsys, *args))["rows"]
+  without = json.loads(run(*args))["rows"]
   hours = sample.train.steps * 0.06 / 3600
   for r in without:
     assert r["utilisation"] == pytest.approx(1, abs=1e-6)
@@ -176,14 +175,14 @@ def test_hours_on_a_fast_link_are_those_of_the_steps_and_syncs(capsys, sample):
   assert {r["method"] for r in without} == {"data_parallel", "streaming"}
   # Syncs lengthen a round, but not data-parallel.
   rounds = {r["sync_every"]: sample.train.steps / r["sync_every"] for r in without}
-  for r, s in zip(without, json.loads(run(capsys, *args, "--sync_time=0.03"))["rows"]):
+  for r, s in zip(without, json.loads(run(*args, "--sync_time=0.03"))["rows"]):
     more = 0 if r["method"] == "data_parallel" else 0.03 * rounds[r["sync_every"]]
     assert s["hours"] - r["hours"] == pytest.approx(more / 3600, abs=1e-9)
     assert s["utilisation"] == r["utilisation"]
 
 
-def test_data_parallel_waits_for_its_gradients_on_a_slow_link(capsys, sample):
-  found = json.loads(run(capsys, *SAMPLE, "--gbits=1e-4", "--json", "--all"))
+def test_data_parallel_waits_for_its_gradients_on_a_slow_link(sample):
+  found = json.loads(run(*SAMPLE, "--gbits=1e-4", "--json", "--all"))
   plain = next(r for r in found["rows"] if r["method"] == "data_parallel")
   sent = 4 * 1_066_624 * 8 / 1e5  # Seconds for float32 gradients of all parameters.
   hours = sample.train.steps * sent / 3600
@@ -191,12 +190,12 @@ def test_data_parallel_waits_for_its_gradients_on_a_slow_link(capsys, sample):
   assert plain["bytes_per_token"] == pytest.approx(4 * 1_066_624 / 512)
 
 
-def test_more_replicas_share_the_batch_and_all_chips(capsys):
+def test_more_replicas_share_the_batch_and_all_chips():
   name = f"{ROOT / 'configs' / 'chinchilla.py'}:1.3B,M=2"
   args = (f"--config={name}", "--gbits=1e9", "--json", "--all", "--replicas=2,4")
   hours = {}
   for speed in ("--step_time=1", "--chips=64"):
-    rows = json.loads(run(capsys, *args, speed))["rows"]
+    rows = json.loads(run(*args, speed))["rows"]
     hours[speed] = {r["replicas"]: r["hours"] for r in rows}
   c = load_config(name)
   one = {m: c.train.steps / 3600 * 2 / m for m in (2, 4)}
@@ -205,8 +204,8 @@ def test_more_replicas_share_the_batch_and_all_chips(capsys):
   assert hours["--chips=64"] == pytest.approx(dict.fromkeys((2, 4), seconds / 3600))
 
 
-def test_the_recommended_flags_can_be_typed(capsys, sample):
-  lines = run(capsys, *SAMPLE, "--gbits=0.02").splitlines()
+def test_the_recommended_flags_can_be_typed(sample):
+  lines = run(*SAMPLE, "--gbits=0.02").splitlines()
   step, assumed, *_, rule, after, last = lines
   assert step.split()[:2] == ["step", "0.06"]
   assert "0.02 Gbit/s, latency 0 s, ideal link; 1,066,624 parameters, batch" in assumed
@@ -216,7 +215,7 @@ def test_the_recommended_flags_can_be_typed(capsys, sample):
   c = load_config(str(ROOT / "configs" / "sample.py"), flags)
   assert c.sync_every in plan.H
   taus = "--config.overlap.taus=(1,5)"
-  *_, note, _ = run(capsys, *SAMPLE, "--gbits=0.02", taus).splitlines()
+  *_, note, _ = run(*SAMPLE, "--gbits=0.02", taus).splitlines()
   assert "leave out overlap.taus, which would replace this tau" in note
 
 
@@ -228,13 +227,13 @@ def test_the_recommended_flags_can_be_typed(capsys, sample):
     [*SAMPLE, "--gbits=1", "--replicas=2,4", "--target=4"],
   ],
 )
-def test_the_recommended_row_is_in_the_table(args, capsys, monkeypatch):
+def test_the_recommended_row_is_in_the_table(args, monkeypatch):
   monkeypatch.setattr(plan, "held_out", lambda args: [(0.1, 5.0), (1.0, 3.0)])
-  found = json.loads(run(capsys, *args, "--json"))
+  found = json.loads(run(*args, "--json"))
   assert found["recommended"][0] in found["rows"]
 
 
-def test_a_config_of_another_algorithm_has_the_same_settings(capsys, sample):
+def test_a_config_of_another_algorithm_has_the_same_settings(sample):
   flag = "--config.algorithm=diloco"
   diloco = load_config(str(ROOT / "configs" / "sample.py"), [flag])
   ours, theirs = (
@@ -244,7 +243,7 @@ def test_a_config_of_another_algorithm_has_the_same_settings(capsys, sample):
   assert {fragments for *_, fragments in ours} == {0, 5}  # 0: data-parallel.
   assert {x for x in ours if x[2]} <= theirs
   flags = "recommended  --config.algorithm=streaming --config.sync_every="
-  assert flags in run(capsys, *SAMPLE, flag, "--gbits=0.02")
+  assert flags in run(*SAMPLE, flag, "--gbits=0.02")
 
 
 def test_a_loss_whose_sign_is_not_known_has_none():
@@ -254,19 +253,19 @@ def test_a_loss_whose_sign_is_not_known_has_none():
   assert found == ["0 ± 0.50", "-0.40 ± 0.30", "0"]
 
 
-def test_several_rates_have_a_row_each_and_a_picture(capsys, sample, tmp_path):
+def test_several_rates_have_a_row_each_and_a_picture(sample, tmp_path):
   out = tmp_path / "plan.png"
   rates = [1e-9, 0.02, 1.0]
   args = (*SAMPLE, "--json", f"--gbits={','.join(map(str, rates))}", f"--out={out}")
-  found = json.loads(run(capsys, *args))
+  found = json.loads(run(*args))
   none, slow, fast = found["recommended"]
   assert none is None
   assert found["rows"] == [slow, fast]
   for rate, best in zip(rates[1:], (slow, fast)):
-    one = json.loads(run(capsys, *SAMPLE, "--json", f"--gbits={rate}"))
+    one = json.loads(run(*SAMPLE, "--json", f"--gbits={rate}"))
     assert one["recommended"] == [best]
   assert out.stat().st_size > 5000
-  text = run(capsys, *args[:1], SAMPLE[1], args[3])
+  text = run(*args[:1], SAMPLE[1], args[3])
   assert "1e-09 Gbit/s: no setting keeps the replicas busy" in text
 
 
@@ -276,9 +275,9 @@ def test_rounds_are_no_longer_than_the_run(sample):
   assert found == {5, 10}  # With H = 30, the last fragment is first sent at step 54.
 
 
-def test_a_target_that_no_setting_reaches_is_told(capsys, monkeypatch):
+def test_a_target_that_no_setting_reaches_is_told(monkeypatch):
   monkeypatch.setattr(plan, "held_out", lambda args: [(0.5, 8.0), (1.0, 4.0)])
-  last = run(capsys, *SAMPLE, "--gbits=1", "--target=3").splitlines()[-1]
+  last = run(*SAMPLE, "--gbits=1", "--target=3").splitlines()[-1]
   assert last == "recommended  none: no setting reaches 3; raise --target."
 
 
@@ -295,6 +294,5 @@ def test_a_target_that_no_setting_reaches_is_told(capsys, monkeypatch):
     ([*SAMPLE, "--gbits=1", "--out=plan.xyz"], "--out is 'plan.xyz'; give a file such"),
   ],
 )
-def test_mistakes_are_told(args, error, capsys):
-  assert command.main(["plan", *args]) == 2
-  assert error in capsys.readouterr().err
+def test_mistakes_are_told(args, error):
+  assert error in refused(command.main, "plan", *args)

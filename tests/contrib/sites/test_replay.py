@@ -6,6 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from running import refused, shown
 from sites import Brisk, closed_round, make_calendar
 
 from diloco.contrib.sites import measure, outer_state, replay
@@ -55,11 +56,10 @@ def group(files, tmp_path):
   return Brisk(tmp_path)
 
 
-def test_all_kept_rounds_are_repeated(group, tmp_path, capsys):
+def test_all_kept_rounds_are_repeated(group, tmp_path):
   before = {*tmp_path.rglob("*")}
-  assert replay.main([str(tmp_path)]) == 0
   said = "Rounds 2 to 5 of 17 repeated, 3 notes of the outer state compared; no bit"
-  assert said in capsys.readouterr().out
+  assert said in shown(replay.main, tmp_path)
   assert {*tmp_path.rglob("*")} == before  # Also a copy without rights to write.
 
 
@@ -91,7 +91,6 @@ def _without_journal(group):
     (_without_journal, f"{path_of(2)} is missing or damaged"),
   ],
 )
-def test_mistakes(group, tmp_path, capsys, harm, said):
+def test_mistakes(group, tmp_path, harm, said):
   harm(group)
-  assert replay.main([str(tmp_path)]) == 2
-  assert said in capsys.readouterr().err
+  assert said in refused(replay.main, tmp_path)
