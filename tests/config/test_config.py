@@ -18,7 +18,9 @@ def make(**fields):
 
 
 ALONE, HOST = {"replicas": 1}, {"overlap.transport": "host"}
-PLAIN = {"algorithm": "data_parallel"}
+PLAIN, SITES = {"algorithm": "data_parallel"}, {"overlap.transport": "sites"}
+DELAYED, ELASTIC = {"delayed_averaging.on": True}, {"elastic.pull": 0.3}
+FEDPART = {"fedpart.on": True}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,15 @@ PLAIN = {"algorithm": "data_parallel"}
     ({"wire.format": "e9m9"}, "wire.format is 'e9m9'; choose fp32, bf16 or eXmY"),
     ({**HOST, "diagnostics.every": 3}, "is 3, which .*transport is host; choose devic"),
     ({**HOST, "des_loc.first_every": 3}, "is 3, .* is host; choose device, or set"),
+    ({**DELAYED, "overlap.alpha": 0.5}, "but overlap.alpha is 0.5; choose 0"),
+    ({**DELAYED, "overlap.taus": (1, 2)}, r"taus is \(1, 2\); choose equal ones"),
+    ({**DELAYED, "overlap.tau": 0}, "overlap.tau is 0: no inner step runs during"),
+    ({**ELASTIC, "overlap.alpha": 0.5}, r"elastic\.pull.*overlap\.alpha"),
+    ({**ELASTIC, "overlap.taus": (1, 2)}, r"elastic\.pull.*choose equal ones"),
+    ({**ELASTIC, **DELAYED}, r"elastic\.pull.*delayed_averaging\.on"),
+    ({**FEDPART, "warm_start.steps": 4}, "on is True, .* but warm_start.steps is 4"),
+    ({**FEDPART, "algorithm": "diloco"}, "on is True, but the only fragment is"),
+    ({**SITES, "warm_start.steps": 4}, "steps is 4, which .*transport is sites"),
   ],
 )
 def test_errors_name_field_value_and_remedy(fields, message):
@@ -174,13 +185,6 @@ def test_data_parallel_averages_nothing_between_syncs():
 
 
 def test_data_parallel_ignores_the_fields_of_the_outer_step():
-  fields = {
-    "algorithm": "data_parallel",
-    "sync_every": 1,
-    "model.num_layers": 2,
-    "overlap.taus": (1, 2, 3),
-    "overlap.transport": "host",
-    "wire.exchange": "psum",
-    "train.steps": 1,
-  }
-  assert resolve(make(**fields)).train.steps == 1
+  fields = {"sync_every": 1, "overlap.taus": (1, 2, 3), "wire.exchange": "psum"}
+  fields |= {"model.num_layers": 2, "train.steps": 1}
+  assert resolve(make(**PLAIN, **HOST, **fields)).train.steps == 1

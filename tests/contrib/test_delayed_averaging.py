@@ -4,8 +4,6 @@ import conftest
 import plugins  # noqa: F401  Registers `bigram`.
 import pytest
 
-from diloco.config import resolve
-from diloco.errors import ConfigError
 from diloco.train import train
 
 FIELDS = {"plugins": ("delayed_averaging",), "delayed_averaging.on": True}
@@ -20,18 +18,3 @@ def test_a_run_resumes_exactly_while_fragments_are_in_flight(tiny, tmp_path):
   first = train(tiny, whole)
   conftest.rewind(whole, part, 7)
   assert train(tiny, part)["eval_loss"] == first["eval_loss"]
-
-
-@pytest.mark.parametrize(
-  ("fields", "message"),
-  [
-    ({"overlap.alpha": 0.5}, r"but overlap.alpha is 0.5; choose 0"),
-    ({"overlap.taus": (1, 2)}, r"but overlap.taus is \(1, 2\); choose equal ones"),
-    ({"overlap.tau": 0}, r"overlap.tau is 0: no inner step runs during an exchange"),
-  ],
-)
-def test_what_cannot_work_is_refused(tiny, fields, message):
-  conftest.update(tiny, FIELDS)
-  conftest.update(tiny, fields)
-  with pytest.raises(ConfigError, match=message):
-    resolve(tiny)

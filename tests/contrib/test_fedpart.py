@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from diloco.algorithm import optimizers
 from diloco.config import Config, add_plugins, changed, resolve
 from diloco.contrib import fedpart
-from diloco.errors import ConfigError
 
 
 def make(tiny, **fields) -> Config:
@@ -129,14 +128,3 @@ def test_the_state_of_each_layer_is_sharded_like_the_parameters(tiny, lead):
     found.append(x.shape)
   found = sorted(x for x in found if len(x) > 1)
   assert found == [(3, 256, 128)] * 2 + [(512, 256)] * 2
-
-
-def test_a_warm_start_trains_everything(tiny):
-  add_plugins(tiny, "warm_start")
-  with pytest.raises(ConfigError, match=r"on is True, .* but warm_start.steps is 4"):
-    make(tiny, **{"warm_start.steps": 4})
-
-
-def test_a_single_fragment_cannot_be_frozen(tiny):
-  with pytest.raises(ConfigError, match=r"on is True, but the only fragment is"):
-    make(tiny, algorithm="diloco")

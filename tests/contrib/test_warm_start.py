@@ -15,7 +15,6 @@ import diloco
 from diloco.algorithm.inner import mean_of_all
 from diloco.config import add_plugins, changed, resolve
 from diloco.contrib import warm_start
-from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.mesh.devices import make_mesh
 from diloco.spec.plugins import OuterStep
@@ -134,13 +133,6 @@ def test_every_replica_gets_the_mean_gradient(tiny, dtype):
     rounded = jnp.asarray(mean, jnp.float32).astype(dtype).astype("float32")
     np.testing.assert_allclose(found[name], rounded, rtol=1e-6)
     assert found[name].dtype == "float32"
-
-
-def test_a_warm_start_refuses_sites(tiny):
-  add_plugins(tiny, "warm_start")
-  tiny.warm_start.steps = 4
-  with pytest.raises(ConfigError, match=r"steps is 4, which .*transport is sites"):
-    changed(resolve(tiny), {"overlap.transport": "sites"})
 
 
 @pytest.mark.slow("whole runs")
