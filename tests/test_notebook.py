@@ -226,15 +226,10 @@ def test_a_whole_notebook_runs(name, tmp_path):
   stub = "class display:\n  clear_output = staticmethod(lambda: None)\n"
   text = "\n".join(cells).replace("from IPython import display\n", stub)
   (tmp_path / "cells.py").write_text(text)
-  group = {"GROUP": str(tmp_path / "group")}
+  env = {"MPLBACKEND": "agg", "TMPDIR": str(tmp_path), "GROUP": str(tmp_path / "group")}
+  env |= {k: v for k, v in os.environ.items() if k not in env}
   places = [
-    subprocess.Popen(
-      [sys.executable, str(tmp_path / "cells.py")],
-      cwd=ROOT / "notebooks",
-      env={**os.environ, "MPLBACKEND": "agg", "TMPDIR": str(tmp_path), **group},
-      stdout=subprocess.PIPE,
-      text=True,
-    )
+    running.start(tmp_path / "cells.py", cwd=ROOT / "notebooks", env=env, stdout=-1)
     for _ in range(2 if name == "two_places" else 1)
   ]
   said = [place.communicate(timeout=900)[0] for place in places]

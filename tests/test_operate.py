@@ -3,11 +3,9 @@
 import configparser
 import importlib
 import re
-import subprocess
-import sys
 
 import pytest
-from running import ROOT
+from running import ROOT, python
 
 from diloco.config import default_config
 from diloco.config.resolve import leaves
@@ -69,5 +67,6 @@ def test_the_unit_starts_a_command_with_flags_that_exist():
 
 def test_the_script_prints_what_the_page_says():
   [script] = blocks("python")
-  found = subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT)
-  assert found.strip() in PAGE
+  found = python("-c", script)
+  assert found.returncode == 0, found.stderr
+  assert found.stdout.strip() in PAGE

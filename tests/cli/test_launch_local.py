@@ -2,11 +2,10 @@
 
 import argparse
 import io
-import subprocess
-import sys
 from concurrent import futures
 
 import pytest
+import running
 
 from diloco.cli import launch_local
 
@@ -29,8 +28,7 @@ PROGRAMS = {
 )
 def test_the_first_failure_counts(names, needed, ended, said, monkeypatch, capsys):
   monkeypatch.setattr(launch_local, "GRACE", 0.2)
-  start = lambda name: subprocess.Popen([sys.executable, "-c", PROGRAMS[name]])
-  processes = {name: start(name) for name in names}
+  processes = {name: running.start("-c", PROGRAMS[name]) for name in names}
   with futures.ThreadPoolExecutor(len(names)) as threads:
     assert launch_local.wait(threads, processes, needed) == ended
   lines = capsys.readouterr().err.splitlines()

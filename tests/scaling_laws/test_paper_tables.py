@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+import running
 
 from diloco.scaling_laws import __main__ as cli
 from diloco.scaling_laws import paper, parametric, tables
@@ -95,10 +94,8 @@ def test_one_thread_of_blas_is_asked_for_before_numpy_is_imported():
     " print(os.environ['OPENBLAS_NUM_THREADS'])"
   )
   env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
-  found = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
-  )
-  assert found.stdout == "1\n"
+  found = running.python("-c", code, env=env)
+  assert (found.stdout, found.returncode) == ("1\n", 0)
 
 
 def test_the_command_prints_the_tables_as_text_and_json(monkeypatch, capsys):

@@ -1,10 +1,9 @@
 """A group is of one run; what cannot work is refused before anything changes."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+import running
 from sites import make_calendar
 
 from diloco.config.command_line import load_config
@@ -59,9 +58,7 @@ def test_a_wrong_start_changes_nothing_and_starts_no_jax(tmp_path, flags, said):
   group.mkdir()
   (group / "config.json").write_text(before)
   given += [f"--workdir={tmp_path}/own", f"--group={group}", "--site=0", *flags]
-  done = subprocess.run(
-    [sys.executable, "-c", PROGRAM, *given], capture_output=True, text=True
-  )
+  done = running.python("-c", PROGRAM, *given)
   assert (done.returncode, done.stdout) == (2, "False\n")
   assert said in done.stderr
   assert (group / "config.json").read_text() == before
