@@ -11,7 +11,6 @@ import pytest
 from diloco.cli import check, list_configs
 from diloco.config import resolve
 from diloco.data.prepare.tokenize import tokenize
-from diloco.errors import ConfigError
 from diloco.spec.shapes import matrix_params
 from diloco.util.command import load_module, parse_count
 
@@ -78,8 +77,7 @@ def test_the_slices_of_the_page_hold_every_run_of_the_papers(path):
 
 
 @pytest.mark.parametrize(
-  "every",
-  conftest.first_of("opens three sizes or all runs of each paper", False, True),
+  "every", conftest.first_of("opens three sizes or all runs of each paper", False, True)
 )
 def test_training_opens_what_the_check_allows(tmp_path, every):
   runs, seen, stepped = dict[str, tuple[int, bool]](), set(), set()
@@ -152,8 +150,3 @@ def test_prepared_text_is_counted_in_passes(tiny, tmp_path):
     f"{documents} documents, {tokens:,} tokens, {c.train.tokens / tokens:.2f} pass"
   )
   assert found in check.text(c)
-
-
-def test_topologies_are_those_of_the_dry_run(tiny):
-  with pytest.raises(ConfigError, match="--topology=v5e:3x3 does not exist; choose"):
-    check.devices(resolve(tiny), "v5e:3x3", 1)

@@ -350,13 +350,6 @@ def test_bos_begins_a_document_and_stands_for_no_bytes(tiny):
     assert begun.num_bytes(1, n + 1) == plain.num_bytes(1, n)
 
 
-def test_training_never_sees_held_out_documents(tiny):
-  train, held_out = (data_lib.make_source(tiny.data, s) for s in ("train", "eval"))
-  texts = [{s[i] for i in range(len(s))} for s in (train, held_out)]
-  assert texts[0].isdisjoint(texts[1])
-  assert len(train) + len(held_out) >= 240
-
-
 @pytest.fixture(scope="module")
 def standin(tmp_path_factory):
   """Makes a data_dir with stand-ins for C4 and Dolma."""

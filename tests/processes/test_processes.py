@@ -301,9 +301,6 @@ def test_auto_finds_slurm(monkeypatch):
   assert processes.initialize(None, None, None, auto=True).count == 1
 
 
-@pytest.mark.parametrize(
-  "script", ["slurm.sh", "slurm_one_node.sh", "tpu_multislice.sh"]
-)
-def test_scripts_are_valid_shell(script):
-  path = running.ROOT / "scripts" / "launchers" / script
+def test_the_launcher_that_no_test_runs_is_valid_shell():
+  path = running.ROOT / "scripts/launchers/slurm_one_node.sh"
   subprocess.run(["bash", "-n", path], check=True)

@@ -426,13 +426,6 @@ def test_a_restarted_site_merges_a_round_in_the_replicas_that_have_not():
   assert jax.tree.all(same)
 
 
-def test_a_site_sends_the_first_round_again_if_no_round_is_closed():
-  player = Player()
-  player.link.answer = Welcome(0, {}, b"")
-  assert player.enter(start=EVERY).t == EVERY - 1  # Round 0 of step EVERY is open.
-  assert Player().enter(start=EVERY - 1).t == EVERY - 1
-
-
 @pytest.mark.parametrize(
   "recorded", [{"0": 5}, {"0": [9, {"documents": 1, "position": "bad"}]}, {"0": "xy"}]
 )
