@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import site_hooks
 
 REPOSITORY = "https://example.org/r"
+FILES = f"{REPOSITORY}/blob/main"
 
 
 def html(text: str) -> str:
@@ -35,11 +36,7 @@ def html(text: str) -> str:
     ("docs/figures/wan.png", "README.md", "figures/wan.png"),
     ("../README.md", "docs/sites.md", "index.md"),
     ("CONTRIBUTING.md", "README.md", "contributing.md"),
-    (
-      "../configs/ladder.py",
-      "docs/sweep.md",
-      f"{REPOSITORY}/blob/main/configs/ladder.py",
-    ),
+    ("../configs/ladder.py", "docs/sweep.md", f"{FILES}/configs/ladder.py"),
     ("notebooks", "README.md", f"{REPOSITORY}/tree/main/notebooks"),
     ("../../etc/passwd", "docs/sites.md", None),
   ],

@@ -274,8 +274,7 @@ def test_on_a_tpu_coding_takes_less_than_four_times_the_memory_of_the_values():
 
 @needs_libtpu
 @pytest.mark.parametrize(
-  ("dtype", "size"),
-  first_of("compiles for TPUs", ("bfloat16", 2), ("float32", 4)),
+  ("dtype", "size"), first_of("compiles for TPUs", ("bfloat16", 2), ("float32", 4))
 )
 def test_on_a_tpu_data_parallel_reduces_gradients_in_their_dtype(dtype, size):
   fields = {"algorithm": "data_parallel", "replicas": 4, "inner.gradient_dtype": dtype}

@@ -123,6 +123,7 @@ def test_a_cosine_is_not_silently_stretched(tiny):
     check(tiny, **{"train.steps": 16})
 
 
+LONGER = {"train.steps": 16, "inner.decay_steps": 8}
 CONSTANT = {"inner.final_fraction": 1.0}
 SAME_RATE = "the learning rate follows the same schedule."
 OTHER_DECAY = "the weight decay changes from 0.125 to 0.0625."
@@ -150,7 +151,7 @@ def test_a_plug_in_may_refuse_an_extension(tiny):
   add_plugins(tiny, "elastic")
   tiny.elastic.pull = 0.1
   with pytest.raises(ConfigError, match=r"plug-ins \(elastic\) cannot extend it"):
-    check(tiny, **{"train.steps": 16, "inner.decay_steps": 8})
+    check(tiny, **LONGER)
 
 
 @pytest.mark.parametrize("steps", [98, 11_000])
@@ -167,10 +168,7 @@ def test_a_weight_decay_follows_any_number_of_steps(tiny, steps):
     # Without the fields that follow.
     ({"train.steps": 7}, r"\(train.steps: 8 -> 7\);"),
     ({"train.steps": 16, "seed": 1}, "seed: 0 -> 1"),
-    (
-      {"train.steps": 16, "inner.decay_steps": 8, "inner.weight_decay": 0.3},
-      "inner.weight_decay: ",
-    ),
+    ({**LONGER, "inner.weight_decay": 0.3}, "inner.weight_decay: "),
     ({"inner.decay_steps": 6}, "inner.decay_steps: 0 -> 6"),
   ],
 )

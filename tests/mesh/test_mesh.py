@@ -75,8 +75,7 @@ def test_a_part_that_two_devices_hold_is_copied_once():
 
 
 @pytest.mark.parametrize(
-  ("replica", "slices", "processes"),
-  [(1, 2, 4), (2, 1, 2), (4, 1, 1), (8, 1, 1)],
+  ("replica", "slices", "processes"), [(1, 2, 4), (2, 1, 2), (4, 1, 1), (8, 1, 1)]
 )
 def test_rows_of_replicas_lie_within_slices_and_processes(replica, slices, processes):
   # Two slices of two processes with four devices each, in no order.

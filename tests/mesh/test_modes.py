@@ -131,8 +131,7 @@ def test_the_trainer_trains_alike_in_all_modes(tiny, tmp_path, fields, set_modes
 
 
 @pytest.mark.parametrize(
-  ("flags", "expected"),
-  [("", 2), ("--xla_force_host_platform_device_count=3", 3)],
+  ("flags", "expected"), [("", 2), ("--xla_force_host_platform_device_count=3", 3)]
 )
 def test_the_cpu_is_divided_unless_flags_do_it(flags, expected):
   code = "import jax; from diloco.mesh.devices import divide_cpu; divide_cpu(2)"

@@ -116,7 +116,7 @@ def environment(tmp_path, **tools: str) -> dict[str, str]:
 def cloud(tmp_path):
   """A folder of hosts, and a function that runs a launcher there."""
   env = environment(tmp_path, gcloud=GCLOUD, python3=PYTHON3) | {
-    **{"NAME": "pod", "ZONE": "z", "PROJECT": "p", "SLICES": "2"},
+    **{"NAME": "pod", "ZONE": "z", "PROJECT": "p", "SLICES": "2"}
   }
 
   def launch(*args: str, script=LAUNCHERS / "tpu_multislice.sh", **more: str):

@@ -224,10 +224,8 @@ def test_a_chart_gives_mean_and_deviation_over_seeds(tmp_path):
   runs = [("a", 1, 0, 2.0), ("a", 1, 1, 4.0)]
   runs += [("b", 1, 0, 3.0), ("b", 1, 1, 5.0), ("b", 2, 1, 6.0)]
   own = Chart("title", "x", ("compressor",), log=True)
-  table = comparison.frame(
-    own,
-    [ended({"compressor": m, "x": x, "seed": seed}, y) for m, x, seed, y in runs],
-  )
+  cells = [ended({"compressor": m, "x": x, "seed": s}, y) for m, x, s, y in runs]
+  table = comparison.frame(own, cells)
   assert comparison.lines(own, table)[2:] == [
     "| a | 1 | 2 | 3.0000 ± 1.4142 | +0.00 ± 0.00 | 7 |",
     "| b | 1 | 2 | 4.0000 ± 1.4142 | +37.50 ± 17.68 | 7 |",
@@ -263,13 +261,8 @@ def test_a_chart_compares_with_data_parallel_at_the_same_size():
     algorithm = "diloco" if m else "data_parallel"
     return {"size": size, "algorithm": algorithm, "replicas": m or 1, **more}
 
-  own = Chart(
-    "t",
-    "size",
-    ("algorithm", "replicas"),
-    y=(("loss", "nats"), ("more", "above (%)")),
-    against=comparison.PLAIN,
-  )
+  y = (("loss", "nats"), ("more", "above (%)"))
+  own = Chart("t", "size", ("algorithm", "replicas"), y=y, against=comparison.PLAIN)
   cells = [
     ended(cell(2, 2), 2.2),
     ended(cell(2, 0), 9.0, lr=1),  # The next grid finds a better point of the cell.
