@@ -22,6 +22,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import hypothesis
 import ml_collections
+import numpy as np
 import pytest
 from buckets import s3  # noqa: F401  # A fixture.
 
@@ -159,6 +160,25 @@ def records(run: pathlib.Path, kind: str) -> list[dict]:
   left_out = {"kind", "time", "tokens_per_s", "waited_s"}
   found = metrics.read(run, kind)
   return [{k: v for k, v in record.items() if k not in left_out} for record in found]
+
+
+def arrays_of(run: pathlib.Path) -> dict:
+  """All arrays of the last checkpoint of a run, by path."""
+  import jax  # Not above: processes that need no JAX import this module.
+  import orbax.checkpoint as ocp
+
+  folder = max((run / "checkpoints").iterdir(), key=lambda p: int(p.name))
+  tree = ocp.StandardCheckpointer().restore((folder / "state").absolute())
+  leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
+  return {jax.tree_util.keystr(path): x for path, x in leaves}
+
+
+def assert_same_end(run: pathlib.Path, other: pathlib.Path) -> None:
+  """Compares all arrays of the last checkpoints of two runs."""
+  mine, theirs = arrays_of(run), arrays_of(other)
+  assert mine.keys() == theirs.keys()
+  for name, value in theirs.items():
+    np.testing.assert_array_equal(mine[name], value, err_msg=name)
 
 
 FEEDBACK = {

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import plugins  # noqa: F401  Registers `bigram`.
 import pytest
 import reference as ref
@@ -140,22 +139,22 @@ def by_hand(c, masks=None):
   return x_M, outer
 
 
-def assert_close(found, want):
-  for x, y in zip(found, want, strict=True):
-    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+def assert_by_hand(c, masks=None):
+  """Compares replicas and outer parameters with `by_hand`; returns the bytes sent."""
+  params_M, outer, sent = by_package(c)
+  for found, want in zip((params_M, outer), by_hand(c, masks)):
+    for x, y in zip(found, want, strict=True):
+      np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+  return sent
 
 
 @pytest.mark.parametrize(
-  ("first", "second", "fields"),
-  [(1, 0, {}), (0, 5, {}), (3, 5, STREAMING)],
+  ("first", "second", "fields"), [(1, 0, {}), (0, 5, {}), (3, 5, STREAMING)]
 )
 def test_des_loc_is_adam_with_states_averaged_at_own_periods(first, second, fields):
   own = {"des_loc.first_every": first, "des_loc.second_every": second}
   c = make_config(**own, **fields)
-  params_M, outer, sent = by_package(c)
-  want_M, want = by_hand(c)
-  assert_close(params_M, want_M)
-  assert_close(outer, want)
+  sent = assert_by_hand(c)
   # A ring of 3 sends 2 x 2/3 of float32; both moments have a value per parameter.
   one = 4 * 4 * sum(x.size for x in jax.tree.leaves(ONE)) // 3
   periods = {"first_moments": first, "second_moments": second}
@@ -180,10 +179,7 @@ def test_sparta_averages_drawn_values_before_the_outer_step(every, fields, monke
     return new
 
   monkeypatch.setattr(sparta, "average", watched)
-  params_M, outer, sent = by_package(c)
-  want_M, want = by_hand(c, masks)
-  assert_close(params_M, want_M)
-  assert_close(outer, want)
+  sent = assert_by_hand(c, masks)  # `by_package` fills the masks.
   # 20% of the layers' 6 and 12 values and of the 28 of the embedding, rounded up.
   drawn = 5 * 2 + 5 * 3 + 6
   counts = [sum(mask.sum() for mask in masks[t]) for t in steps]
@@ -198,10 +194,7 @@ def test_sparta_averages_drawn_values_before_the_outer_step(every, fields, monke
 def test_moments_in_four_bits_move_to_the_mean_of_their_codes(fields):
   own = {"des_loc.first_every": 3, "des_loc.second_every": 5, "des_loc.format": "e3m0"}
   c = make_config(**own, **fields, **{"wire.block_size": 4})
-  params_M, outer, sent = by_package(c)
-  want_M, want = by_hand(c)
-  assert_close(params_M, want_M)
-  assert_close(outer, want)
+  sent = assert_by_hand(c)
   # Each layer of 6 and 12 values and the embedding of 28: codes, and a scale for four.
   one = 5 * (3 + 2) + 5 * (6 + 3) + 14 + 7
   times = {"first_moments": STEPS // 3, "second_moments": STEPS // 5}
@@ -318,13 +311,6 @@ def test_moments_that_do_not_exist_are_refused_before_training(tiny, tmp_path):
     together.train([together.Member(resolve(tiny), tmp_path / "runs")])
 
 
-def arrays_of(folder):
-  """All arrays of the last checkpoint, by path."""
-  tree = ocp.StandardCheckpointer().restore((folder / "12/state").absolute())
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
-
-
 @pytest.mark.integration("whole runs")
 def test_a_run_counts_its_averages_and_resumes_exactly(tiny, tmp_path):
   tiny.model.name = "bigram"  # A small model compiles quickly.
@@ -333,7 +319,7 @@ def test_a_run_counts_its_averages_and_resumes_exactly(tiny, tmp_path):
   tiny.des_loc.second_every, tiny.overlap.tau, tiny.checkpoint.keep = 12, 2, 3
   c, whole, again = resolve(tiny), tmp_path / "whole", tmp_path / "again"
   summary = train.train(tiny, whole)
-  found, n = arrays_of(whole / "checkpoints"), num_params(c.model)
+  found, n = conftest.arrays_of(whole), num_params(c.model)
   # Step 12 averages both moments; M = 2 sends each float32 value once.
   moments = {name: x for name, x in found.items() if "mu" in name or "nu" in name}
   assert sum(x.size for x in moments.values()) == 2 * 2 * n
@@ -351,8 +337,7 @@ def test_a_run_counts_its_averages_and_resumes_exactly(tiny, tmp_path):
   assert [r["bytes_sent"] for r in steps[:3]] == [4 * values * t for t in (1, 2, 3)]
   conftest.rewind(whole, again, 5)
   resumed = train.train(tiny, again)
-  for name, x in arrays_of(again / "checkpoints").items():
-    np.testing.assert_array_equal(x, found[name], err_msg=name)
+  conftest.assert_same_end(again, whole)
   peak = summary["peak_bytes_per_sync"]
   assert read_run.read(whole, "run").peak == peak == max(r["peak_bytes"] for r in steps)
   for field in ("eval_loss", "averages", "bytes_sent_per_replica"):
