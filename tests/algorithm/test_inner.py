@@ -47,17 +47,13 @@ def test_accumulated_gradients_equal_the_gradient_of_the_whole_batch(tiny):
   jax.tree.map(close, a["blocks"]["ff"], b["blocks"]["ff"])
 
 
+# A step is proportional to the gradient, unlike Adam's first.
+SGD = {"inner.optimizer": "sgd", "inner.weight_decay": 0.0, "inner.warmup_steps": 0}
+
+
 def test_microbatches_in_bfloat16_accumulate_in_float32(tiny):
-  fields = {
-    "train.batch_size": 128,
-    "train.accumulate": 64,
-    "inner.optimizer": "sgd",
-    "inner.clip_norm": 0.0,
-    "inner.weight_decay": 0.0,
-    "inner.warmup_steps": 0,
-    "model.param_dtype": "bfloat16",
-  }
-  c = resolve(tiny, **fields)
+  fields = {"train.batch_size": 128, "train.accumulate": 64, "inner.clip_norm": 0.0}
+  c = resolve(tiny, **SGD, **fields, **{"model.param_dtype": "bfloat16"})
   params_M, tokens_MxBxL = setup(c)
   _, _, metrics = run_step(c, params_M, tokens_MxBxL)
 
@@ -78,18 +74,8 @@ def test_microbatches_in_bfloat16_accumulate_in_float32(tiny):
 
 
 def test_the_step_follows_the_clipped_gradient_of_cross_entropy_and_z_loss(tiny):
-  # SGD's step is proportional to the gradient, unlike Adam's first.
-  c = resolve(
-    tiny,
-    **{
-      "inner.optimizer": "sgd",
-      "inner.weight_decay": 0.0,
-      "inner.warmup_steps": 0,
-      "inner.learning_rate": 0.5,
-      "inner.clip_norm": 0.25,
-      "model.z_loss": 0.03,
-    },
-  )
+  fields = {"inner.learning_rate": 0.5, "inner.clip_norm": 0.25, "model.z_loss": 0.03}
+  c = resolve(tiny, **SGD, **fields)
   params_M, tokens_MxBxL = setup(c)
   stepped_M, _, metrics = run_step(c, params_M, tokens_MxBxL)
 

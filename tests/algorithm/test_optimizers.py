@@ -19,12 +19,13 @@ from diloco.train import train
 from diloco.util.command import load_module
 
 METHODS = load_module("methods", "get_config", "methods").METHODS
+BY_HAND = {"inner.learning_rate": 0.02, "inner.warmup_steps": 0}
+BY_HAND |= {"inner.clip_norm": 0.0, "train.steps": 10}
 
 
 def test_schedule_warms_up_and_ends_at_five_per_cent(tiny):
-  c = resolve(
-    tiny, **{"train.steps": 1000, "inner.warmup_steps": 100, "inner.learning_rate": 0.1}
-  )
+  tiny.train.steps, tiny.inner.warmup_steps = 1000, 100
+  c = resolve(tiny, **{"inner.learning_rate": 0.1})
   rate = optimizers.learning_rate(c)
   assert rate(0) == 0
   assert rate(50) == pytest.approx(0.05)
@@ -35,16 +36,7 @@ def test_schedule_warms_up_and_ends_at_five_per_cent(tiny):
 
 @pytest.mark.parametrize(("scaling", "factor"), [("schedule", 1.0), ("rate", 0.02)])
 def test_adamw_by_hand(tiny, scaling, factor):
-  c = resolve(
-    tiny,
-    **{
-      "inner.weight_decay_scaling": scaling,
-      "inner.learning_rate": 0.02,
-      "inner.warmup_steps": 0,
-      "inner.clip_norm": 0.0,
-      "train.steps": 10,
-    },
-  )
+  c = resolve(tiny, **BY_HAND, **{"inner.weight_decay_scaling": scaling})
   assert c.inner.weight_decay == 1 / 10
   optimizer, rate = optimizers.make_inner(c), optimizers.learning_rate(c)
   rng = np.random.default_rng(0)
@@ -160,16 +152,8 @@ def nesterov(m, g, b, t):
 
 def test_muon_by_hand(tiny):
   """A matrix of each layer has Muon, everything else Adam; all of it decays."""
-  c = resolve(
-    tiny,
-    **{
-      "inner.optimizer": METHODS["muon"]["inner.optimizer"],
-      "inner.learning_rate": 0.02,
-      "inner.warmup_steps": 0,
-      "inner.clip_norm": 0.0,
-      "train.steps": 10,
-    },
-  )
+  text = METHODS["muon"]["inner.optimizer"]
+  c = resolve(tiny, **BY_HAND, **{"inner.optimizer": text})
   optimizer, rate = optimizers.make_inner(c), optimizers.learning_rate(c)
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape)
@@ -269,8 +253,7 @@ def placed(text: str, fsdp: int = 4, lead: tuple = ()):
 
 @pytest.mark.parametrize("lead", [(), ("replica",)])
 @pytest.mark.parametrize(
-  "text",
-  ["adam", "sgd(momentum=0.9)", "adan", "muon", "lion", "adamw", "yogi"],
+  "text", ["adam", "sgd(momentum=0.9)", "adan", "muon", "lion", "adamw", "yogi"]
 )
 def test_state_shaped_like_a_parameter_is_sharded_like_it(text, lead):
   state, places = placed(text, lead=lead)

@@ -298,16 +298,14 @@ def test_mistakes_are_named():
   bad = {**good, "count": jnp.zeros((M, 1), jnp.int32)}
   stack = {"layers": {"w": jnp.zeros((M, 3, 2)), "b": jnp.zeros((M, 4))}}
   alike = {"a/b": good["z"], "a": {"b": good["z"]}}
+  psum = diloco.WireConfig(format="fp32", exchange="psum")
+  axes = jax.make_mesh((1, 1), ("replica", "fsdp"))
   cases = [
     ({}, {}, "params_M has no leaves"),
     (tree()["net"][1], {}, r"params_M has leaves with first axes of \[0, 6\]"),
     ({"a": 1.0}, {}, r"the leaf a of params_M is 1\.0; give an array whose first axis"),
     (alike, {}, "params_M has 2 leaves with the path a/b; rename"),
-    (
-      good,
-      {"fragments": lambda path: path == "z"},
-      r"fragments\('.*'\) is False; give",
-    ),
+    (good, {"fragments": lambda path: path == "z"}, r"fragments\('.*'\) is False; gi"),
     (good, {"fragments": lambda path: 10**18}, r"no leaf to fragment 0 of 0\.\.10{18}"),
     (stack, {"fragments": diloco.Stacked(None)}, "whose path is None; give the path"),
     (good, {"mesh": "cpu"}, "mesh is cpu; give one with the axes"),
@@ -327,21 +325,9 @@ def test_mistakes_are_named():
     (good, {"transport": "pigeon"}, "transport is 'pigeon'; choose device or host"),
     (good, {"outer": diloco.OuterConfig(final_sync=True)}, "an argument of drain"),
     (good, {"outer": optax.lbfgs()}, "outer.optimizer cannot step these"),
-    (
-      good,
-      {"wire": diloco.WireConfig(format="fp32", exchange="psum"), "transport": "host"},
-      "wire.exchange is psum, where",
-    ),
-    (
-      good,
-      {"mesh": jax.make_mesh((1,), ("data",))},
-      r"mesh is Mesh\('data': 1.* divides 2 repl",
-    ),
-    (
-      good,
-      {"mesh": jax.make_mesh((1, 1), ("replica", "fsdp"))},
-      "whose axes are not of type Auto; give one",
-    ),
+    (good, {"wire": psum, "transport": "host"}, "wire.exchange is psum, where"),
+    (good, {"mesh": jax.make_mesh((1,), ("data",))}, r"Mesh\('data': 1.* divides 2"),
+    (good, {"mesh": axes}, "whose axes are not of type Auto; give one"),
   ]
   for params_M, given, message in cases:
     with pytest.raises(diloco.ConfigError, match=message):
