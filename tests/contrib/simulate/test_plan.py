@@ -62,11 +62,6 @@ def test_the_small_losses_are_those_of_the_recorded_runs():
     assert x.half == pytest.approx(half, abs=0.006)
 
 
-def test_a_run_of_the_table_has_the_loss_of_its_line(sample):
-  found = plan.loss_above(changed(sample, {"sync_every": 10}), plan.cells())
-  assert found == (pytest.approx(0.94), 0.61, "from 1.07M, three seeds")
-
-
 CELLS = [
   Cell(1e6, 2, 10, 1.0, 0.1),
   Cell(1e6, 2, 100, 3.0, 0.3),
