@@ -254,6 +254,6 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, monkeypatch, flags, message
   ],
 )
 def test_an_error_of_a_sweep_file_is_one_sentence(tmp_path, text, message):
-  sweep = sweep_of(tmp_path, text)
-  assert message in refused(cli.main, sweep, f"--results={tmp_path}/r", "--config.seed=3")
+  flags = [sweep_of(tmp_path, text), f"--results={tmp_path}/r", "--config.seed=3"]
+  assert message in refused(cli.main, *flags)
   assert not (tmp_path / "r").exists()
