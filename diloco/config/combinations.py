@@ -99,10 +99,7 @@ def _effects(c: Config) -> dict[str, tuple[bool, str]]:
       f"the held-out text is of {held_out}, which has no splits of its own",
     ),
     "eval.task_items": (not c.eval.tasks, "eval.tasks is empty"),
-    "inner.weight_decay_scaling": (
-      not c.inner.weight_decay,
-      "inner.weight_decay is 0",
-    ),
+    "inner.weight_decay_scaling": (not c.inner.weight_decay, "inner.weight_decay is 0"),
     "log.prompt": silent,
     "log.temperature": silent,
   }

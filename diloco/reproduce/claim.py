@@ -161,11 +161,7 @@ def rows(
 def table(found: Sequence[Row]) -> pd.DataFrame:
   """Returns the claims as docs/claims.csv has them: contradicted claims first."""
   claims = pd.DataFrame(found, columns=["verdict", *COLUMNS[:-1], "choice"]).fillna("")
-  last = {
-    SHOWN: 3,
-    NOT_SHOWN: 2,
-    CONTRADICTED: 0,
-  }  # All other verdicts have rank 1.
+  last = {SHOWN: 3, NOT_SHOWN: 2, CONTRADICTED: 0}  # All other verdicts have rank 1.
   rank = claims["verdict"].map(lambda verdict: last.get(verdict, 1))
   return claims.loc[rank.sort_values(kind="stable").index]
 

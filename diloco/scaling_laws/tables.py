@@ -170,11 +170,7 @@ def extrapolation(sizes: str = "words") -> Table:
     for suffix, fitted in (("", paper.loss_fit), (" with floor", paper.floor_fit)):
       law = fitted(name, sizes)
       rows[f"{algorithm} {fit}{suffix}"] = tuple(
-        Cell(
-          law(n, m),
-          float(line[f"loss_{scale}"]),
-          law.predict_interval(n, m),
-        )
+        Cell(law(n, m), float(line[f"loss_{scale}"]), law.predict_interval(n, m))
         for scale, n in zip(columns, paper.model_sizes(sizes, columns))
       )
   outside = [

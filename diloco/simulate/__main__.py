@@ -35,13 +35,7 @@ from diloco.simulate.arguments import (
 from diloco.simulate.limits import NO_ROUNDS, check
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.util import palette, shipped
-from diloco.util.command import (
-  Parser,
-  check_picture,
-  guarded,
-  make_folder,
-  parse_count,
-)
+from diloco.util.command import Parser, check_picture, guarded, make_folder, parse_count
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -66,9 +66,7 @@ register(
   "model.name",
   "decoder",
   Architecture(
-    "diloco.model.decoder",
-    decoder,
-    lambda m: 12.0 * m.num_layers * m.dim * m.seq_len,
+    "diloco.model.decoder", decoder, lambda m: 12.0 * m.num_layers * m.dim * m.seq_len
   ),
 )
 

@@ -31,9 +31,7 @@ Kind = type | tuple[str, ...]
 
 
 def guarded(
-  run: Callable[..., Any],
-  *args: Any,
-  mistakes: type[Exception] = ValueError,
+  run: Callable[..., Any], *args: Any, mistakes: type[Exception] = ValueError
 ) -> int:
   """Calls `run(*args)`; an error becomes one sentence and a status (`errors.explain`).
 
