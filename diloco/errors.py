@@ -15,7 +15,7 @@ _MENDED_BY_A_PERSON = {
   *(errno.EPERM, errno.EACCES, errno.ENOENT, errno.EEXIST, errno.ENOTDIR),
   *(errno.EISDIR, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP, errno.EXDEV),
   *(errno.EINVAL, errno.EFBIG, errno.E2BIG, errno.ENOEXEC, errno.ENODEV, errno.ENXIO),
-  *(errno.ENOSYS, errno.ENOTSUP, errno.EADDRNOTAVAIL),
+  *(errno.ENOSYS, errno.ENOTSUP, errno.EADDRNOTAVAIL, errno.EMLINK),
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 # Finds the system's error number in a message of TensorStore or of a Rust library.

@@ -17,15 +17,11 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, passing
 from diloco.util.command import make_folder, optional
 from diloco.util.files import is_address, local_path
 
 _STALE_S = 3600.0  # Seconds. An older unfinished file is from a killed process.
-# Errors of a folder that only a person can correct.
-_LASTING = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
-# Errors of file systems without hard links.
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 _TRIES = {"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)}
 # Machines of a cloud ask this server for credentials, if there are no others.
 _METADATA = "169.254.169.254"
@@ -272,10 +268,7 @@ def open_storage(address: str, flag: str, writes: bool = True) -> Storage:
     is_exclusive = not storage.create(probe, b"two")
     storage.delete(probe)
   except Exception as error:
-    lasting = _LASTING | _NO_LINKS | {errno.ENOENT, None}
-    if isinstance(error, ConfigError):
-      raise
-    if isinstance(error, OSError) and error.errno not in lasting:
+    if isinstance(error, ConfigError) or passing(error):
       raise
     why = error.strerror if isinstance(error, OSError) and error.strerror else error
     raise ConfigError(
