@@ -147,7 +147,7 @@ def draw_schedule(args: Args) -> Answer:
 
   c, out = args["config"], args["out"]
   first, last = schedule_figure.window(c, args.get("first"), args.get("last"))
-  schedule_figure.check(c, first, last, out)
+  check_picture(out, "run.png or run.svg")
   sends = schedule_figure.planned(c, first, last)
   paths = palette.save(lambda: schedule_figure.make(c, sends, first, last), out)
   return paths, str(out)

@@ -3,7 +3,6 @@
 A run of the config sends and merges at the drawn steps, because it has this schedule.
 """
 
-import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from diloco.simulate.limits import NO_ROUNDS
 from diloco.spec.fragments import Fragment
 from diloco.spec.shapes import parameters
 from diloco.spec.sizes import sync_bytes
-from diloco.util.command import check_picture, prefixed
+from diloco.util.command import prefixed
 from diloco.util.palette import COLORS, PAGE, shades
 
 MOST_STEPS = 1000  # More steps would be narrower than a pixel.
@@ -54,7 +53,7 @@ def window(c: Config, first: int | None, last: int | None) -> tuple[int, int]:
   """Returns the steps to draw; by default one round from just before the first send.
 
   Raises:
-    ConfigError: the config has no rounds, or the run ends before `first`.
+    ConfigError: the config has no rounds, or there are no steps or too many to draw.
   """
   if not c.make_fragments():
     raise ConfigError(NO_ROUNDS)
@@ -62,25 +61,13 @@ def window(c: Config, first: int | None, last: int | None) -> tuple[int, int]:
   first = max(c.make_schedule().first_send(0) - margin, 1) if first is None else first
   if last is None:
     last = first + c.sync_every + max(c.overlap.taus) + margin + 1
-  if first > c.train.steps:
-    raise ConfigError(
-      f"--first is {first}, after the end of the run; give at most {c.train.steps}."
-    )
-  return first, min(last, c.train.steps)
-
-
-def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
-  """Checks the steps to draw and the picture's path; makes the picture's folder.
-
-  Raises:
-    ConfigError: nothing would be drawn, or the picture cannot be written.
-  """
+  last = min(last, c.train.steps)
   if first < 1 or not 0 <= last - first < MOST_STEPS:
     raise ConfigError(
-      f"--first is {first} and --last is {last}; draw from 1 to {MOST_STEPS} steps,"
-      " counted from 1."
+      f"--first is {first} and --last is {last}; draw from 1 to {MOST_STEPS} steps"
+      f" between 1 and {c.train.steps}."
     )
-  check_picture(out, "run.png or run.svg")
+  return first, last
 
 
 def make(c: Config, sends: Sequence[Send], first: int, last: int) -> Figure:

@@ -86,7 +86,7 @@ def test_the_command_draws_any_config(tmp_path, capsys):
     ("--first=5 --last=4 --out=a.png", "draw from 1 to 1000 steps"),
     ("--first=0 --last=4 --out=a.png", "draw from 1 to 1000 steps"),
     ("--first=1 --last=1001 --out=a.png", "draw from 1 to 1000 steps"),
-    ("--first=3201 --out=a.png", "--first is 3201, after the end of the run; give at"),
+    ("--first=3201 --out=a.png", "1000 steps between 1 and 3200."),
     ("--out=a.txt", "--out is 'a.txt'; give a file such as run.png"),
     ("--config.algorithm=data_parallel --out=a.png", "which has no rounds; choose"),
   ],
