@@ -149,20 +149,10 @@ def fit_parametric(
     params, replicas, losses: N, M and L of the points [n].
     starts: number of random starts; the paper uses 256.
     seed: seed of the starts.
-
-  Raises:
-    ValueError: a loss is not positive, a cell is given twice, or without the largest N
-      there are fewer points than parameters.
   """
   n, m, y = (np.asarray(v, float) for v in (params, replicas, losses))
-  check_points(n, y, m, form.name)
   held = n == n.max()
   low, high = zip(*form.parameters.values())
-  if (~held).sum() < len(low):
-    raise ValueError(
-      f"{form.name} has {len(low)} parameters and {(~held).sum()} points that are not"
-      " held out; add runs at more sizes N or replica counts M."
-    )
   rng = np.random.default_rng(seed)
   results = [
     minimise(form, n[~held], m[~held], y[~held], q)
