@@ -82,13 +82,13 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
       something else, such as the vocabulary (see `_refuse_mixed`).
   """
   _refuse_mixed(runs)
-  alike = _alike(runs)
-  if len(alike):
-    run, (first, second, *_) = alike.iloc[0], alike.index
-    raise ValueError(
-      f"two runs of {_name(run)} have {_values(run, AXES, ', ')} (lines {first} and"
-      f" {second}); {_remedy(alike)}."
-    )
+  for _, alike in runs.groupby([*CELL, *AXES], sort=False):
+    if len(alike) > 1:
+      run, (first, second, *_) = alike.iloc[0], alike.index
+      raise ValueError(
+        f"two runs of {_name(run)} have {_values(run, AXES, ', ')} (lines {first} and"
+        f" {second}); {_remedy(alike)}."
+      )
   failed = runs.attrs.get("failed", runs[:0])
   runs = runs.assign(choice=runs.get("choice", runs["loss"]))
   swept = runs.groupby("algorithm")[AXES].nunique() > 1
@@ -216,13 +216,6 @@ def _remedy(runs: pd.DataFrame) -> str:
   text = runs.loc[:, runs.map(lambda x: isinstance(x, str)).all()]
   differ = ", ".join(text.columns[text.nunique() > 1])
   return f"choose by --where; they differ in {differ}" if differ else "keep one"
-
-
-def _alike(runs: pd.DataFrame) -> pd.DataFrame:
-  """Returns the first runs with equal cell and hyperparameters; empty if none."""
-  twice = runs[runs.duplicated([*CELL, *AXES], keep=False)]
-  keys = twice[[*CELL, *AXES]]
-  return twice[(keys == keys.head(1).squeeze()).all(axis=1)]
 
 
 def _best(runs: pd.DataFrame, axes: Sequence[str], failed: pd.DataFrame) -> dict:
