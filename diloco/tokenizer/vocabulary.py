@@ -69,20 +69,10 @@ def read_manifest(folder: pathlib.Path) -> Json:
     ConfigError: the split is missing, not finished, damaged or has another version.
   """
   path = folder / MANIFEST
-  try:
-    if not path.is_file():
-      raise ConfigError(_missing(folder))
-    manifest = read_json(path)
-  except OSError as error:
-    raise ConfigError(
-      f"data.source is arrays, but {path} cannot be read ({error.strerror}); give"
-      " yourself the permission, or name another folder."
-    ) from error
-  if (
-    manifest is None
-    or manifest.get("version") != VERSION
-    or not _fits(manifest, _CONTENT)
-  ):
+  if not path.is_file():
+    raise ConfigError(_missing(folder))
+  manifest = read_json(path) or {}
+  if manifest.get("version") != VERSION or not _fits(manifest, _CONTENT):
     raise ConfigError(
       f"data.source is arrays, but {path} is damaged or not of version {VERSION}; copy"
       " the file again, or delete the folder and tokenize again."
