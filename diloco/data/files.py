@@ -58,11 +58,11 @@ def list_files(source: str) -> list[File]:
       " tfds:<name>:<version>, or arrays:<folder> to train on prepared tokens."
     )
   with reading():
-    found = (
+    names = (
       _below(pattern) if os.path.isdir(pattern) else glob.glob(pattern, recursive=True)
     )
     paths = dict[tuple[int, int], pathlib.Path]()
-    for path in map(pathlib.Path, sorted(found)):
+    for path in map(pathlib.Path, sorted(names)):
       if path.is_dir():
         continue
       try:

@@ -49,9 +49,9 @@ class TextFiles:
   def __init__(self, files: Sequence[File], split: str):
     self._files = files
     with files_lib.reading():
-      found = files_lib.scan(files, split)
-    self._offsets = np.concatenate([rows["offset"] for rows in found])
-    self._places = np.repeat(np.arange(len(files), dtype=np.int32), [*map(len, found)])
+      scans = files_lib.scan(files, split)
+    self._offsets = np.concatenate([rows["offset"] for rows in scans])
+    self._places = np.repeat(np.arange(len(files), dtype=np.int32), [*map(len, scans)])
 
   def __len__(self) -> int:
     return len(self._places)
@@ -148,13 +148,13 @@ def tfds_split(builder: Any, split: str) -> Any:
   """
   splits = builder.info.splits
   try:
-    found = splits[split]
+    split_info = splits[split]
   except (KeyError, ValueError):
-    found = None
-  if not found or not found.num_examples:
+    split_info = None
+  if not split_info or not split_info.num_examples:
     raise ConfigError(
       f"{builder.data_path} has no documents in the split {split!r}; set"
       f" data.train_split and data.eval_split (or --split) to {' or '.join(splits)}, or"
       " to slices such as train[:99%]."
     )
-  return found
+  return split_info

@@ -254,10 +254,10 @@ def sample(path: pathlib.Path) -> Iterable[bytes]:
 
 def digest(parts: Iterable[bytes]) -> str:
   """Returns the SHA-256 of a list of parts; it also depends on where each part ends."""
-  found = hashlib.sha256()
+  sha256 = hashlib.sha256()
   for part in parts:
-    found.update(f"{len(part)}:".encode() + part)
-  return found.hexdigest()
+    sha256.update(f"{len(part)}:".encode() + part)
+  return sha256.hexdigest()
 
 
 def _is_json_line(line: bytes) -> bool:

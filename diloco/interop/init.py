@@ -48,11 +48,11 @@ def first_params(c: Config, mesh: Mesh) -> PyTree:
     fields = _fixed(exported)
     _check_tokenizer(tokenizer, folder)
     tensors = load.export_tensors(c.model, folder, field)
-  own = leaves(c.to_dict())
+  values = leaves(c.to_dict())
   for name, value in fields.items():
-    if own[name] != value:
+    if values[name] != value:
       raise ConfigError(
-        f"{name} is {own[name]}, but {field} is {c.init.checkpoint!r}, which has"
+        f"{name} is {values[name]}, but {field} is {c.init.checkpoint!r}, which has"
         f" {value}; set {name}={value}."
       )
   cast = ((name, x.astype(c.model.param_dtype, copy=False)) for name, x in tensors)
@@ -71,9 +71,9 @@ def _fixed(c: Config) -> dict[str, object]:
 
 def _check_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
   """Refuses a tokenizer that differs from the one in the folder of an export."""
-  own = folder / load.TOKENIZER
-  if own.is_file() and load_tokenizer(str(own)).sha256 != tokenizer.sha256:
+  exported = folder / load.TOKENIZER
+  if exported.is_file() and load_tokenizer(str(exported)).sha256 != tokenizer.sha256:
     raise ConfigError(
       f"data.tokenizer is {str(tokenizer.path)!r}, but init.checkpoint was trained with"
-      f" another; set data.tokenizer={own}."
+      f" another; set data.tokenizer={exported}."
     )

@@ -79,26 +79,26 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
   like = lambda _, record: _outer_arrays(_config(record, workdir), mesh)
   with jax.set_mesh(mesh):
     remedy = f"choose another {'workdir' if step is None else '--step'}"
-    found = damage.read_newest(workdir, _steps(workdir, step), like, remedy)
-    c = _config(found.record, workdir)
-    return Model(c, found.step, _outer_params(c, found.arrays, mesh), mesh)
+    stored = damage.read_newest(workdir, _steps(workdir, step), like, remedy)
+    c = _config(stored.record, workdir)
+    return Model(c, stored.step, _outer_params(c, stored.arrays, mesh), mesh)
 
 
 def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
   """Returns the steps of the checkpoints to try, newest first."""
-  found = steps_of(workdir)
-  if not found:
+  steps = steps_of(workdir)
+  if not steps:
     raise ConfigError(
       f"workdir is {str(workdir)!r}, which holds no checkpoint yet"
       f"{folders_with('checkpoints', workdir)}; train with `python -m diloco.main"
       f" --config=... --workdir={workdir}`, and see checkpoint.every."
     )
   if step is None:
-    return found
-  if step not in found:
+    return steps
+  if step not in steps:
     raise ConfigError(
       f"step is {step}, but {workdir} has checkpoints of steps"
-      f" {', '.join(map(str, sorted(found)))}; choose one of them."
+      f" {', '.join(map(str, sorted(steps)))}; choose one of them."
     )
   return [step]
 
@@ -156,12 +156,12 @@ def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
 
 def place(tensors: Iterable[tuple[str, np.ndarray]], mesh: Mesh) -> PyTree:
   """Puts named tensors on the devices one by one; returns one replica's tree."""
-  found = {}
+  placed = {}
   for name, x in tensors:
     path = tuple(name.split("."))
     spec = sharding.weight_spec(path, x.shape, mesh.shape[sharding.FSDP])
-    found[path] = sharding.place(x, NamedSharding(mesh, spec))
-  return traverse_util.unflatten_dict(found)
+    placed[path] = sharding.place(x, NamedSharding(mesh, spec))
+  return traverse_util.unflatten_dict(placed)
 
 
 def export_config(folder: pathlib.Path, field: str) -> tuple[int, Config]:
@@ -204,8 +204,8 @@ def export_tensors(
   shape_of = {".".join(p): shape for p, shape in shapes.leaves(shapes.parameters(m))}
   try:
     with safe_open(folder / WEIGHTS, "np") as file:
-      found = {x: tuple(file.get_slice(x).get_shape()) for x in file.keys()}  # noqa: SIM118
-      wrong = sorted({name for name, _ in shape_of.items() ^ found.items()})
+      saved = {x: tuple(file.get_slice(x).get_shape()) for x in file.keys()}  # noqa: SIM118
+      wrong = sorted({name for name, _ in shape_of.items() ^ saved.items()})
       if wrong:
         raise ValueError(f"it does not fit its {CONFIG} in {', '.join(wrong)}")
       for name in shape_of:

@@ -85,11 +85,11 @@ def _one_role_each(special: tuple[int, ...]) -> tuple[int, ...]:
 
   In GPT-2 one piece is EOS, BOS and unknown; other models pad with EOS or unknown.
   """
-  found = list(special)
+  kept = list(special)
   for i, role in enumerate(order := (EOS_ID, UNK_ID, BOS_ID, PAD_ID)):
     if special[role] in [special[earlier] for earlier in order[:i]]:
-      found[role] = -1
-  return tuple(found)
+      kept[role] = -1
+  return tuple(kept)
 
 
 def _permutation(
@@ -128,8 +128,8 @@ def load_tokenizer(name: str) -> Tokenizer:
   Raises:
     ConfigError: the file is missing, or is not a SentencePiece model or tokenizer.json.
   """
-  own = name.endswith((".model", ".json"))
-  path = local_path(name, "data.tokenizer") if own else _SHIPPED / f"{name}.model"
+  is_path = name.endswith((".model", ".json"))
+  path = local_path(name, "data.tokenizer") if is_path else _SHIPPED / f"{name}.model"
   if not os.path.isfile(path):  # Also False if permission is missing.
     shipped = ", ".join(sorted(p.stem for p in _SHIPPED.glob("*.model")))
     raise ConfigError(
@@ -138,7 +138,7 @@ def load_tokenizer(name: str) -> Tokenizer:
       f" trains one), a tokenizer.json, one of: {shipped}, or nothing if data.source is"
       " arrays."
     )
-  return Tokenizer(path) if own else _shipped(path)
+  return Tokenizer(path) if is_path else _shipped(path)
 
 
 # Loads a shipped file only once, because it never changes, for all runs of a sweep.

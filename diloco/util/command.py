@@ -116,8 +116,8 @@ class Parser(argparse.ArgumentParser):
   def _parsers(self) -> list[argparse.ArgumentParser]:
     """Lists this parser and the parsers of its commands."""
     choices = [a.choices for a in self._actions if isinstance(a.choices, dict)]
-    found = [x for values in choices for x in values.values()]
-    return [self, *(x for x in found if isinstance(x, argparse.ArgumentParser))]
+    candidates = [x for values in choices for x in values.values()]
+    return [self, *(x for x in candidates if isinstance(x, argparse.ArgumentParser))]
 
 
 # {a word that people may type, in lower case: our names or the ends of our names}.

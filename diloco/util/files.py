@@ -68,8 +68,8 @@ def folders_with(name: str, folder: pathlib.Path) -> str:
   """
   around = [p for p in folder.absolute().parents[:2] if (p / name).exists()]
   inside = (sorted(folder.glob(f"{'*/' * depth}{name}")) for depth in (1, 2))
-  found = around or [path.parent for path in next(filter(None, inside), [])]
-  return f" (did you mean {' or '.join(map(str, found[:3]))}?)" if found else ""
+  folders = around or [path.parent for path in next(filter(None, inside), [])]
+  return f" (did you mean {' or '.join(map(str, folders[:3]))}?)" if folders else ""
 
 
 def try_lock(file: IO) -> bool:

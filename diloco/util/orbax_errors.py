@@ -66,7 +66,7 @@ def _left_behind(ignored: Any) -> bool:
   The exception comes from a coroutine, or from `__del__` of an object that is not
   complete because of an interrupt.
   """
-  found = ignored.object
-  code = getattr(found, "cr_code", None) or getattr(found, "__code__", None)
+  origin = ignored.object
+  code = getattr(origin, "cr_code", None) or getattr(origin, "__code__", None)
   closed = str(ignored.exc_value) == "Event loop is closed"
   return closed or (code is not None and of_orbax(code.co_filename))

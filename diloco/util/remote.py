@@ -53,7 +53,7 @@ def local_copy(
     atexit.register(shutil.rmtree, files.COPIES, ignore_errors=True)
   shutil.rmtree(folder, ignore_errors=True)  # Removes an older copy.
   folder.mkdir(parents=True)
-  found = {
+  times = {
     name: changed
     for name, changed in storage.listed().items()
     if not _LARGE & {*name.split("/")} and not name.endswith(".state")
@@ -65,10 +65,10 @@ def local_copy(
       path = folder / name
       path.parent.mkdir(parents=True, exist_ok=True)
       path.write_bytes(data)
-      os.utime(path, 2 * (found[name],))
+      os.utime(path, 2 * (times[name],))
 
   with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
-    list(pool.map(copy, found))
+    list(pool.map(copy, times))
   return folder
 
 

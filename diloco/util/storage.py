@@ -192,8 +192,8 @@ class Bucket(Storage):
   def children(self, folder: str) -> tuple[list[str], list[str]]:
     """Returns the names of a folder's files, and the names of its subfolders."""
     with self._request():
-      found = self._obstore.list_with_delimiter(self._store, folder)
-    paths = [x["path"] for x in found["objects"]], found["common_prefixes"]
+      listing = self._obstore.list_with_delimiter(self._store, folder)
+    paths = [x["path"] for x in listing["objects"]], listing["common_prefixes"]
     files, folders = ([x.rpartition("/")[2] for x in some] for some in paths)
     return files, folders
 
