@@ -156,8 +156,8 @@ def check_names(c: Config) -> None:
   """Refuses an unknown compressor, number format, model, average or transport."""
   sizes.check(c.wire)
   # Another config may have loaded a plug-in that this config does not name.
-  own, names = c.model.extensions, plugins.NAMES
-  models = [name for name in names["model.name"] if own or name not in names["fields"]]
+  extensions, names = c.model.extensions, plugins.NAMES
+  models = [n for n in names["model.name"] if extensions or n not in names["fields"]]
   plugins.check_name("model.name", c.model.name, models)
   plugins.check_name(
     "outer.average", c.outer.average, ("mean", *names["outer.average"])

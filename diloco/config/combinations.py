@@ -36,8 +36,8 @@ def check(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
   """
   data_parallel = values["algorithm"] == "data_parallel"
   groups = plugins.NAMES["fields"].values()
-  own = (rule for group in groups for rule in group.rules)
-  for field, choice, reason, needs in (*RULES, *own):
+  plugin_rules = (rule for group in groups for rule in group.rules)
+  for field, choice, reason, needs in (*RULES, *plugin_rules):
     if field not in values:  # The plug-in with this field is not loaded.
       continue
     value, default = values[field], defaults[field]
@@ -75,7 +75,7 @@ def check_effects(
   groups = [_effects(c)]
   if c.make_fragments():
     groups += [_effects_on_syncs(c), *(x.effects(c) for x in c.extensions)]
-  for field, (useless, reason) in (item for own in groups for item in own.items()):
+  for field, (useless, reason) in (item for group in groups for item in group.items()):
     value, default = values[field], defaults[field]
     if useless and value != default:
       raise ConfigError(

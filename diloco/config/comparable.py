@@ -81,16 +81,16 @@ def differing(ours: Basis, theirs: Basis, *more: str) -> dict[str, tuple[Any, An
     field: (ours.fields.get(field), theirs.fields.get(field))
     for field in dict.fromkeys([*more, *(f for fs in CHOSEN_BY.values() for f in fs)])
   }
-  found = {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
+  differences = {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
   for what, chosen_by in CHOSEN_BY.items():
     a, b = (x.contents.get(what) for x in (ours, theirs))
     if a is None or b is None:
       continue
     if a == b:
-      found = {f: pair for f, pair in found.items() if f not in chosen_by}
-    elif not found.keys() & {*chosen_by}:
-      found[CONTENT + chosen_by[0]] = a, b
-  return found
+      differences = {f: pair for f, pair in differences.items() if f not in chosen_by}
+    elif not differences.keys() & {*chosen_by}:
+      differences[CONTENT + chosen_by[0]] = a, b
+  return differences
 
 
 def apart(ours: Basis, theirs: Basis, *more: str) -> list[str]:
@@ -101,12 +101,12 @@ def apart(ours: Basis, theirs: Basis, *more: str) -> list[str]:
 def incomparable(runs: Sequence[Basis]) -> list[str]:
   """Returns a warning if the runs' losses per token are on different text or tokens."""
   distinct = {repr((run.chosen, run.contents)): run for run in runs}.values()
-  found = dict[str, None]()
+  fields = dict[str, None]()
   for ours, theirs in itertools.combinations(distinct, 2):
-    found |= dict.fromkeys(apart(ours, theirs))
-  if not found:
+    fields |= dict.fromkeys(apart(ours, theirs))
+  if not fields:
     return []
   return [
-    f"The runs differ in {' and '.join(found)}, so their losses per token cannot be"
+    f"The runs differ in {' and '.join(fields)}, so their losses per token cannot be"
     " compared; on one held-out text, bits/byte can."
   ]

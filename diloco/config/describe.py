@@ -90,14 +90,14 @@ def _group(name: str, kind: type) -> Group:
   comments = _comments(inspect.getsource(sys.modules[kind.__module__]))
   hints = typing.get_type_hints(kind, include_extras=True)
   prefix = f"{name}." if name else ""
-  found = tuple(
+  fields = tuple(
     Field(
       prefix + f.name, _kind(hints[f.name]), f.default, comments[kind.__name__, f.name]
     )
     for f in dataclasses.fields(kind)
     if not dataclasses.is_dataclass(f.default) and f.name != "extensions"
   )
-  return Group(name, " ".join((kind.__doc__ or "").split()), found)
+  return Group(name, " ".join((kind.__doc__ or "").split()), fields)
 
 
 @functools.cache  # One file has many groups.
@@ -106,7 +106,7 @@ def _comments(source: str) -> dict[tuple[str, str], str]:
 
   Fields in adjacent lines share the comment above the first field.
   """
-  lines, found, comment = source.splitlines(), dict[tuple[str, str], str](), ""
+  lines, by_field, comment = source.splitlines(), dict[tuple[str, str], str](), ""
   for node in ast.parse(source).body:
     if not isinstance(node, ast.ClassDef):
       continue
@@ -119,8 +119,8 @@ def _comments(source: str) -> dict[tuple[str, str], str]:
       if first < last:
         parts = (line.strip().lstrip("#").strip() for line in lines[first:last])
         comment = " ".join(parts)
-      found[node.name, field.target.id] = comment
-  return found
+      by_field[node.name, field.target.id] = comment
+  return by_field
 
 
 def _kind(hint: Any) -> str:

@@ -30,7 +30,7 @@ def leaves(config: Json | ml_collections.ConfigDict, prefix: str = "") -> Json:
 
   A placeholder of ml_collections without a value becomes None.
   """
-  found = Json()
+  fields = Json()
   if isinstance(config, ml_collections.ConfigDict):
     items = config.items(preserve_field_references=True)
   else:
@@ -38,11 +38,11 @@ def leaves(config: Json | ml_collections.ConfigDict, prefix: str = "") -> Json:
   for name, value in items:
     is_group = isinstance(value, Mapping | ml_collections.ConfigDict)
     if is_group and (value or not (prefix or name in _ALONE)):
-      found |= leaves(value, f"{prefix}{name}.")
+      fields |= leaves(value, f"{prefix}{name}.")
     else:
       value = _held(value)
-      found[prefix + name] = tuple(value) if isinstance(value, list) else value
-  return found
+      fields[prefix + name] = tuple(value) if isinstance(value, list) else value
+  return fields
 
 
 def _held(value: Any) -> Any:
@@ -319,7 +319,7 @@ def _build(v: Json) -> Config:
   for field, value in v.items():
     group, _, name = field.rpartition(".")
     groups.setdefault(group, {})[name] = value
-  default, own = Config(), groups.pop("")
+  default, alone = Config(), groups.pop("")
   kinds = plugins.load(v["plugins"])
   made = {name: kind(**groups.pop(name, {})) for name, kind in kinds.items()}
   groups["model"]["extensions"] = (*filter(None, [made.get(v["model.name"])]),)
@@ -327,4 +327,4 @@ def _build(v: Json) -> Config:
     group: dataclasses.replace(getattr(default, group), **values)
     for group, values in groups.items()
   }
-  return Config(**own, **parts, extensions=tuple(made.values()))
+  return Config(**alone, **parts, extensions=tuple(made.values()))

@@ -207,8 +207,8 @@ class Extended:
 
   def of(self, kind: type[Group]) -> Group:
     """Returns the group of class `kind`; if it is absent, a group with its defaults."""
-    found = (x for x in self.extensions if isinstance(x, kind))
-    return next(found, kind())
+    groups = (x for x in self.extensions if isinstance(x, kind))
+    return next(groups, kind())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,8 +261,8 @@ class ModelConfig(Extended):
   @property
   def head_size(self) -> int:
     """Size of a head: dim / num_heads, or the field head_dim of the architecture."""
-    own = (getattr(x, "head_dim", 0) for x in self.extensions)
-    return next(own, 0) or self.dim // self.num_heads
+    head_dims = (getattr(x, "head_dim", 0) for x in self.extensions)
+    return next(head_dims, 0) or self.dim // self.num_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -513,8 +513,8 @@ class Config(Extended):
 
   def to_dict(self) -> Json:
     """Returns the config as nested dicts, which json can write; tuples stay tuples."""
-    own = lambda items: {k: v for k, v in items if k != "extensions"}
-    core = dataclasses.asdict(self, dict_factory=own)
+    without_extensions = lambda items: {k: v for k, v in items if k != "extensions"}
+    core = dataclasses.asdict(self, dict_factory=without_extensions)
     names = {kind: name for name, kind in NAMES["fields"].items()}
     name = lambda x: names.get(type(x), type(x).__name__)  # See `resolve.shown`.
     return core | {name(x): dataclasses.asdict(x) for x in self.extensions}

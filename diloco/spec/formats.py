@@ -74,7 +74,7 @@ def parse_format(name: str) -> Format:
     if x >= 1 and 2 <= 1 + x + y <= 8:
       bias = (1 << (x - 1)) - 1
       return Format(name, x, y, bias, _RESERVED.get(name, (1 << (x + y)) - 1))
-  known = "".join(f", {own}" for own in NAMES["wire.format"])
+  known = "".join(f", {format_name}" for format_name in NAMES["wire.format"])
   raise ConfigError(
     f"wire.format is {name!r}; choose fp32, bf16 or eXmY with 1 + X + Y from 2 to 8"
     f" bits and X at least 1, for example e3m0, e2m1, e4m3fn{known}"

@@ -318,7 +318,7 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
   Raises:
     ConfigError: a module cannot be imported.
   """
-  found = dict[str, type[Extension]]()
+  groups = dict[str, type[Extension]]()
   for name in names:
     module = f"{CONTRIB}.{name}" if name in contrib() else module_of(name)
     path = pathlib.Path(name).expanduser().resolve()
@@ -336,9 +336,9 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
       ) from error
     places = {n: f"{kind.__module__}." for n, kind in NAMES["fields"].items()}
     # A package may define its groups in any of its modules.
-    own = [n for n, place in places.items() if place.startswith(f"{module}.")]
-    found |= {n: NAMES["fields"][n] for n in own}
-  return found
+    defined = [n for n, place in places.items() if place.startswith(f"{module}.")]
+    groups |= {n: NAMES["fields"][n] for n in defined}
+  return groups
 
 
 def module_of(name: str) -> str:

@@ -115,15 +115,15 @@ class Schedule:
       Pairs (p, mask): mask[m] says whether replica m merges fragment p now. If the
       taus differ, a fragment arrives at different steps at different replicas.
     """
-    found = []
+    pairs = []
     for p in range(self.num_fragments):
       mask = tuple(
         self.is_sent(p, t - tau) and (last_send is None or t - tau <= last_send)
         for tau in self.taus
       )
       if any(mask):
-        found.append((p, mask))
-    return found
+        pairs.append((p, mask))
+    return pairs
 
   def is_busy(self, t: int) -> bool:
     """Returns whether the outer step has anything to do after inner step t."""

@@ -143,8 +143,8 @@ def check(wire: "WireConfig") -> None:
 def layout(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, int, int]:
   """Returns (N, S, R) of a parameter; under `blocks` each layer is coded separately."""
   n = shape[0] if path[0] == "blocks" else 1
-  own = shape[1:] if path[0] == "blocks" else shape  # The shape of one layer.
-  return n, math.prod(own), own[-1] if own else 1
+  layer_shape = shape[1:] if path[0] == "blocks" else shape
+  return n, math.prod(layer_shape), layer_shape[-1] if layer_shape else 1
 
 
 def payload_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:
