@@ -86,12 +86,12 @@ def text(c: Config) -> str:
   from diloco.data.pipeline import training_documents
   from diloco.tokenizer.vocabulary import read_manifest, split_folder
 
-  found = f"{len(training_documents(c)):,} documents"
+  size = f"{len(training_documents(c)):,} documents"
   if c.data.source.startswith("arrays:"):
     shards = read_manifest(split_folder(c.data.source, c.data.train_split))["shards"]
     tokens = sum(shard["tokens"] for shard in shards)
-    found += f", {tokens:,} tokens, {c.train.tokens / tokens:.2f} passes"
-  return f"{c.data.source}: {found}"
+    size += f", {tokens:,} tokens, {c.train.tokens / tokens:.2f} passes"
+  return f"{c.data.source}: {size}"
 
 
 def evaluation(c: Config) -> str:
@@ -103,12 +103,12 @@ def evaluation(c: Config) -> str:
   from diloco.data.documents import make_documents
   from diloco.evaluate.tasks import INSTALL, load_items
 
-  found = [f"{len(make_documents(c, 'eval')):,} documents"]
+  inputs = [f"{len(make_documents(c, 'eval')):,} documents"]
   for task in filter(None, map(str.strip, c.eval.tasks.split(","))):
-    found.append(f"{task} ({len(load_items(task, c.eval.task_items)):,} items)")
+    inputs.append(f"{task} ({len(load_items(task, c.eval.task_items)):,} items)")
   if not c.eval.tasks:
-    found.append(f"no tasks (those of the papers: {INSTALL})")
-  return ", ".join(found)
+    inputs.append(f"no tasks (those of the papers: {INSTALL})")
+  return ", ".join(inputs)
 
 
 def launch(topology: str, slices: int, words: str) -> str:
@@ -140,11 +140,11 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
   def works(part: str, describe: Callable[..., str], *given: object) -> bool:
     """Prints what `describe` returns, or its error; returns whether there was none."""
     try:
-      found = describe(*given)
+      description = describe(*given)
     except (ConfigError, TryAgain) as error:
       print(f"{part:<12} no: {error}", flush=True)
       return False
-    print(f"{part:<12} {found}", flush=True)
+    print(f"{part:<12} {description}", flush=True)
     return True
 
   machine = works("devices", devices, c, topology, slices)

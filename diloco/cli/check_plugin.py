@@ -52,20 +52,20 @@ def cases(file: str, given: Sequence[str]) -> list[list[str]]:
   names = cast(dict[str, dict[str, object]], plugins.NAMES)
   before = {kind: {*names[kind]} for kind in names}
   for group, kind in plugins.load([file]).items():
-    own = [f"{group}.{field.name}" for field in dataclasses.fields(kind)]
-    if own and not any(field.startswith(f"{group}.") for field in given):
+    fields = [f"{group}.{field.name}" for field in dataclasses.fields(kind)]
+    if fields and not any(field.startswith(f"{group}.") for field in given):
       raise ConfigError(
-        f"{file} has the fields {', '.join(own)}, and none is given; give those that"
-        f" turn the plug-in on, as in {own[0]}=VALUE."
+        f"{file} has the fields {', '.join(fields)}, and none is given; give those that"
+        f" turn the plug-in on, as in {fields[0]}=VALUE."
       )
-  found = [
+  runs = [
     [f"{kind}={name}", *given]
     for kind in _KINDS - {field.partition("=")[0] for field in given}
     for name in names[kind].keys() - before[kind]
     # The user must give the arguments of a compressor.
     if not (kind == "wire.compressor" and callable(names[kind][name]))
   ]
-  return found or [[*given]]
+  return runs or [[*given]]
 
 
 def tiny(file: str, fields: Sequence[str]) -> Config:

@@ -41,14 +41,14 @@ def named(runs: Sequence[Run]) -> list[Run]:
   """Names the runs of a sweep by the fields that differ, not by their digests."""
   fields = [leaves(run.config.to_dict()) for run in runs]
   differs = _differing(fields, "seed")
-  own = lambda values: [f"{f.rpartition('.')[2]}={values.get(f)}" for f in differs]
-  names = [", ".join([title(run.config), *own(x)]) for run, x in zip(runs, fields)]
-  found = list[Run]()
+  pairs = lambda values: [f"{f.rpartition('.')[2]}={values.get(f)}" for f in differs]
+  names = [", ".join([title(run.config), *pairs(x)]) for run, x in zip(runs, fields)]
+  named_runs = list[Run]()
   for run, name in zip(runs, names):
     digest = re.fullmatch(r"(.*/)?[0-9a-f]{12}", run.name)
     rename = digest and names.count(name) == 1
-    found.append(dataclasses.replace(run, name=name) if rename else run)
-  return found
+    named_runs.append(dataclasses.replace(run, name=name) if rename else run)
+  return named_runs
 
 
 def _differing(runs: Sequence[Mapping[str, Any]], *also: str) -> list[str]:
@@ -110,14 +110,14 @@ def table(runs: Sequence[Run]) -> str:
   groups = joined(runs)
   fields = [leaves(group[0].config.to_dict()) for group in groups]
   others = pd.DataFrame(fields, columns=_differing(fields)).astype(str)
-  found = pd.DataFrame([row(group) for group in groups]).join(others)
+  frame = pd.DataFrame([row(group) for group in groups]).join(others)
   gaps = above(groups)
   if len(gaps) - gaps.count("-") > 1:
-    found.insert(found.columns.get_loc("bits/byte"), ABOVE, gaps)
+    frame.insert(frame.columns.get_loc("bits/byte"), ABOVE, gaps)
   settings = ("M", "H", "tau", "wire", "N", "seed", "step", "tokens")
-  alike = [name for name in settings if found[name].nunique() == 1 and len(groups) > 1]
-  shared = "all: " + ", ".join(f"{name} {found[name][0]}" for name in alike)
-  shown = found.drop(columns=alike).set_axis([*map(_name, groups)])
+  alike = [name for name in settings if frame[name].nunique() == 1 and len(groups) > 1]
+  shared = "all: " + ", ".join(f"{name} {frame[name][0]}" for name in alike)
+  shown = frame.drop(columns=alike).set_axis([*map(_name, groups)])
   text = (shared + "\n\n") * bool(alike) + shown.to_string()
   if len(groups) < len(runs):
     text += "\n\n±: standard deviation over the seeds; tokens/s: their mean"
@@ -131,8 +131,8 @@ def above(groups: Sequence[Sequence[Run]]) -> list[str]:
   has the same model and was evaluated after as many tokens on the same text. Only
   losses of the shared seeds count, and they are compared per seed.
   """
-  found, texts = [_final(group) for group in groups], list[str]()
-  pairs = [*zip(groups, found)]
+  finals, texts = [_final(group) for group in groups], list[str]()
+  pairs = [*zip(groups, finals)]
   plain = [(g[0], x) for g, x in pairs if g[0].config.algorithm == "data_parallel"]
   for group, (tokens, losses) in pairs:
     run, same = group[0], model_fields(group[0].basis)
@@ -211,14 +211,14 @@ def missing(run: Run) -> list[str]:
   """Returns a sentence for each result that a run lacks."""
   if not run.loss:
     return [f"{run.name} has no step yet."]
-  found = list[str]()
+  sentences = list[str]()
   if run.step < run.config.train.steps:
-    found.append(f"{run.name} is not finished; the numbers are those so far.")
+    sentences.append(f"{run.name} is not finished; the numbers are those so far.")
   if not run.held_out:
-    found.append(f"{run.name} has no held-out loss yet; see eval.every.")
+    sentences.append(f"{run.name} has no held-out loss yet; see eval.every.")
   if not run.sent[run.step]:
-    found.append(f"{run.name} has sent nothing, so it has no line against bytes.")
-  return found
+    sentences.append(f"{run.name} has sent nothing, so it has no line against bytes.")
+  return sentences
 
 
 def compare(args: argparse.Namespace) -> None:

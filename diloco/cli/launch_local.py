@@ -70,9 +70,9 @@ def run_commands(options: argparse.Namespace) -> dict[str, list[str]]:
 
 def site_commands(options: argparse.Namespace) -> dict[str, list[str]]:
   """Returns {name: module and arguments} of the sites of one run."""
-  own = argparse.ArgumentParser(allow_abbrev=False)
-  own.add_argument("--workdir", type=as_path, required=True)
-  known, args = own.parse_known_args(options.args)
+  parser = argparse.ArgumentParser(allow_abbrev=False)
+  parser.add_argument("--workdir", type=as_path, required=True)
+  known, args = parser.parse_known_args(options.args)
   args += ["--config.overlap.transport=sites", f"--config.sites.count={options.n}"]
   site = ["diloco.main", f"--group={known.workdir / 'group'}"]
   return {

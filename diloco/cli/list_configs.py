@@ -46,15 +46,15 @@ DEFAULT = (CONFIGS / "streaming.py", CONFIGS / "chinchilla.py")
 
 def rows(names: list[str]) -> list[Json]:
   """Returns the rows of configs such as `configs/streaming.py:1B,H=100`."""
-  found = []
+  config_rows = []
   for name in names or map(str, DEFAULT):
     path, _, argument = name.partition(":")
     module = load_module(path, "get_config", "configs/streaming.py:1B")
     arguments = [argument] if argument else getattr(module, "RUNS", [""])
     for a in arguments:
       c = load_config(f"{path}:{a}" if a else path)
-      found.append(row(f"{pathlib.Path(path).stem}:{a}" if a else path, c))
-  return found
+      config_rows.append(row(f"{pathlib.Path(path).stem}:{a}" if a else path, c))
+  return config_rows
 
 
 def runs_of(item: str) -> tuple[list[Json], list[str]]:
@@ -73,7 +73,7 @@ def runs_of(item: str) -> tuple[list[Json], list[str]]:
   if item in items:
     file, arguments = items[item]
     names = [f"configs/{file}:{argument}" for argument in arguments]
-    found, flags = rows(names), [f"--config={name}" for name in names]
+    run_rows, flags = rows(names), [f"--config={name}" for name in names]
   else:
     ablations = load_module("ablations", "get_sweep", "")
     runs = ablations.paper_runs(item)
@@ -82,9 +82,9 @@ def runs_of(item: str) -> tuple[list[Json], list[str]]:
       raise ConfigError(
         f"--of is {item!r}; write one of {', '.join([*items, *titles])}."
       )
-    found = [row(label, resolve(c)) for label, c, _ in runs]
+    run_rows = [row(label, resolve(c)) for label, c, _ in runs]
     flags = [run_flags for *_, run_flags in runs]
-  return found, [f"python -m diloco.main {own} --workdir=..." for own in flags]
+  return run_rows, [f"python -m diloco.main {words} --workdir=..." for words in flags]
 
 
 def row(name: str, c: Config) -> Json:
@@ -155,8 +155,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
   if args.of and args.config:
     raise ConfigError("--of chooses the configs itself; give a config or --of.")
-  found, commands = runs_of(args.of) if args.of else (rows(args.config), [])
-  print("\n".join([table(found), *commands]))
+  run_rows, commands = runs_of(args.of) if args.of else (rows(args.config), [])
+  print("\n".join([table(run_rows), *commands]))
 
 
 if __name__ == "__main__":

@@ -44,18 +44,18 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   """Reads the progress of a run, or of one site of a run."""
   config = read_config(folder)
   total = config.get("train", {}).get("steps")
-  found = newest(folder, config)
-  if not found["step"]:
+  kinds = newest(folder, config)
+  if not kinds["step"]:
     news = {"step": "none yet; compiling the first one"}
     if has_ended(folder):
       news = {"step": "none", "state": "stopped"}
     if _is_finished(folder, 0):
       news = {"step": "none", "state": "finished"}
     return Status(heading(config), news, {})
-  step = found["step"][0]
+  step = kinds["step"][0]
   t, rate = step["step"], step["tokens_per_s"]
   done = _is_finished(folder, 0 if t == total else step["time"])
-  times = [r["time"] for r in found["step"][:_RECENT]]
+  times = [r["time"] for r in kinds["step"][:_RECENT]]
   usual = statistics.median(abs(a - b) for a, b in zip(times, times[1:] or times))
   age = last_line(folder / metrics.FILE, now, usual, done)
   saved = steps_of(folder)
@@ -66,11 +66,11 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
     left = (total - t) * step["tokens"] / t / rate
     news["step"] += f", {duration(left)} of training left"
   news["loss"] = f"{step['loss']:.4f}"
-  if found["eval"]:
-    loss, at = (found["eval"][0][name] for name in ("loss_outer", "step"))
+  if kinds["eval"]:
+    loss, at = (kinds["eval"][0][name] for name in ("loss_outer", "step"))
     news["held-out"] = f"{'not finite' if loss is None else f'{loss:.4f}'} at {at:,}"
   details = dict[str, str]()
-  if syncs := found["receive"]:
+  if syncs := kinds["receive"]:
     # From old to new, so that the newest record of a fragment stays.
     details["last sync"] = by_fragment({r["fragment"]: r["step"] for r in syncs[::-1]})
   return Status(heading(config), news | age, details | checkpoint(saved))
@@ -92,17 +92,17 @@ def newest(folder: pathlib.Path, config: Json) -> metrics.Kinds:
   Reads metrics.jsonl from its end, over as many steps as contain an evaluation and a
   receive of every fragment.
   """
-  found: metrics.Kinds = {"step": [], "eval": [], "receive": []}
+  kinds: metrics.Kinds = {"step": [], "eval": [], "receive": []}
   every = config.get("eval", {}).get("every", 0)
   reach = max(2 * config.get("sync_every", 0), every, _RECENT)
   for line in backwards(folder / metrics.FILE):
     record = metrics.as_record(line)
     kind = record.get("kind")
-    if kind in found:
-      found[kind].append(record)
-    if kind == "step" and record["step"] < found["step"][0]["step"] - reach:
+    if kind in kinds:
+      kinds[kind].append(record)
+    if kind == "step" and record["step"] < kinds["step"][0]["step"] - reach:
       break
-  return found
+  return kinds
 
 
 READERS[metrics.FILE] = of_run
@@ -124,20 +124,20 @@ def find(folder: pathlib.Path) -> list[pathlib.Path]:
     ConfigError: there is no run in the folder.
   """
   depths = (".", "*", "*/*", "*/*/*")  # The deepest is a sweep's runs/NAME/site-0.
-  found = [
+  paths = [
     f for depth in depths for name in READERS for f in folder.glob(f"{depth}/{name}")
   ]
   # No metrics yet: the run still compiles its first step.
-  if not found and (folder / metrics.CONFIG).is_file():
+  if not paths and (folder / metrics.CONFIG).is_file():
     return [folder]
   if not folder.is_dir():
     raise ConfigError(f"WORKDIR is {str(folder)!r}, but there is no such folder.")
-  if not found:
+  if not paths:
     raise ConfigError(
       f"WORKDIR is {str(folder)!r}, where no run has written {' or '.join(READERS)}"
       " yet; give the --workdir of diloco.main, or the --group of sites."
     )
-  return sorted({path.parent for path in found})
+  return sorted({path.parent for path in paths})
 
 
 def lines(folder: pathlib.Path | str, now: float) -> list[str]:
@@ -148,11 +148,11 @@ def lines(folder: pathlib.Path | str, now: float) -> list[str]:
     shown = {"run": f"{files.shown(runs[0])}: {title}"} | news | details
     return [f"{what:<12} {text}" for what, text in shown.items()]
   names = [os.path.relpath(run, os.path.commonpath(runs)) for run in runs]
-  wide, found = max(map(len, names)), list[str]()
+  wide, run_lines = max(map(len, names)), list[str]()
   for run, name in zip(runs, names):
     parts = [f"{what} {text}" for what, text in read(run, now).news.items()]
-    found.append(f"{name:<{wide}}  {'; '.join(parts)}")
-  return found
+    run_lines.append(f"{name:<{wide}}  {'; '.join(parts)}")
+  return run_lines
 
 
 def show(args: argparse.Namespace) -> None:

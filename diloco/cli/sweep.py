@@ -187,9 +187,9 @@ def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
     status = drive(driver, progress.Live())
     if sweep.chart:
       picture = results / f"{sweep.grids[0].name}.png"
-      found = show_chart(sweep.chart, driver)
-      if not found.empty:
-        comparison.draw(sweep.chart, found, picture)
+      frame = show_chart(sweep.chart, driver)
+      if not frame.empty:
+        comparison.draw(sweep.chart, frame, picture)
         print(f"\n{comparison.SPREAD}\nfigure       {picture}")
   return status
 
@@ -197,10 +197,10 @@ def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
 def show_chart(chart: Chart, driver: Driver) -> pd.DataFrame:
   """Prints and returns the table of a sweep; warns if losses are not comparable."""
   cells = driver.best_rows()
-  found = comparison.frame(chart, cells)
+  frame = comparison.frame(chart, cells)
   texts = [basis(row["config"], row["contents"]) for _, row in cells if row]
-  print("\n".join([*comparison.lines(chart, found), *incomparable(texts)]))
-  return found
+  print("\n".join([*comparison.lines(chart, frame), *incomparable(texts)]))
+  return frame
 
 
 def show(driver: Driver) -> None:

@@ -91,12 +91,12 @@ def _explain(error: str, args: argparse.Namespace) -> str:
     (r"too high .* <= (\d+)", "gives at most {} pieces; lower --vocab_size"),
     (r"required_chars.* vs (\d+)", "needs at least {} pieces; raise --vocab_size"),
   ):
-    found = re.search(pattern, error)
-    if found:
-      wrong = sentence.format(found[1])
+    match = re.search(pattern, error)
+    if match:
+      wrong = sentence.format(match[1])
       return f"--vocab_size is {args.vocab_size}, but the text {wrong}."
-  if own := re.search(r"ConfigError: (.+)", error):  # Raised by reading text.
-    return own[1]
+  if refusal := re.search(r"ConfigError: (.+)", error):  # Raised by reading text.
+    return refusal[1]
   return f"SentencePiece cannot train on --source={args.source}: {error}"
 
 

@@ -96,7 +96,7 @@ def report(
   pairs = {name: [pair for pair in best if ablation(pair[0]) == name] for name in found}
   cells = {name: [cell for cell, _ in some] for name, some in pairs.items()}
   charts = {name: sweep.chart for name, sweep in found.items() if sweep.chart}
-  tables = {name: comparison.frame(own, pairs[name]) for name, own in charts.items()}
+  tables = {k: comparison.frame(chart, pairs[k]) for k, chart in charts.items()}
   make_folder(args.out / "figures", "--out")
   rows = driver.asked([cell for cell, _ in best])
   seconds = _core_seconds(rows)
@@ -122,13 +122,13 @@ def report(
     f"{len(done)} runs, {failed} failed, {sum(seconds.values()) / 3600:.1f} hours of"
     f" one core; revisions {revisions}.{left}",
   ]
-  for name, own in charts.items():
+  for name, chart in charts.items():
     some = tables[name]
     picture = args.out / "figures" / f"reproduced_{name}.png"
-    page += [f"## {own.title}", "\n".join(comparison.lines(own, some))]
+    page += [f"## {chart.title}", "\n".join(comparison.lines(chart, some))]
     if not some.empty:
-      comparison.draw(own, some, picture)
-      page.append(f"![{own.title}](figures/{picture.name})")
+      comparison.draw(chart, some, picture)
+      page.append(f"![{chart.title}](figures/{picture.name})")
   files.write(args.out / PAGE, "\n\n".join([*page, ""]))
   return args.out / PAGE
 

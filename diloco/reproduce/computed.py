@@ -97,7 +97,7 @@ def data_parallel_needs() -> Result:
 def only_overlap_is_full() -> Result:
   names = ("data-parallel", "DiLoCo", "streaming", "overlap")
   settings = (PLAIN, {"method": "diloco"}, {"method": "streaming"}, BEST)
-  shares = [_long_run(10e9, *SHAPES["10B"], 1e12, **own) for own in settings]
+  shares = [_long_run(10e9, *SHAPES["10B"], 1e12, **fields) for fields in settings]
   here = ", ".join(f"{name} {share:.3%}" for name, share in zip(names, shares))
   full = [share > 1 - 1e-6 for share in shares]
   return verdict(here, full == [False, False, False, True])
@@ -133,8 +133,8 @@ def five_steps_are_enough() -> Result:
 
 def _needs(*settings: dict[str, Any]) -> list[float]:
   """Returns the long-run Gbit/s for 95% utilisation of a 100B model, 16-bit values."""
-  plain = BEST | {"bits": 16}
-  works = [papers_workload(100e9, *SHAPES["100B"], **plain | own) for own in settings]
+  methods = [BEST | {"bits": 16} | fields for fields in settings]
+  works = [papers_workload(100e9, *SHAPES["100B"], **fields) for fields in methods]
   return [round(required_bandwidth(work, 0.95) / 1e9, 2) for work in works]
 
 
@@ -174,8 +174,8 @@ def terabytes_of_table_1() -> Result:
 
 def fewer_bits() -> Result:
   per_step = {}
-  for own in (PLAIN, BEST):
-    work = papers_workload(1e9, *SHAPES["1B"], **own)
+  for fields in (PLAIN, BEST):
+    work = papers_workload(1e9, *SHAPES["1B"], **fields)
     per_step[work.method] = work.bits * work.copies / work.whole_plan[0].sync_every
   ratio = per_step["data_parallel"] / per_step["streaming"]
   scaled = ratio * 4 / (4 + 8 / 128)
@@ -306,10 +306,10 @@ def _only(table: laws.Table, name: str) -> laws.Table:
   return dataclasses.replace(table, rows=rows)
 
 
-def _agree(*found: laws.Table) -> Result:
+def _agree(*compared: laws.Table) -> Result:
   """Compares our numbers with the printed numbers, within 0.2% or 0.0005."""
   off, same = [], True
-  for table in found:
+  for table in compared:
     for column, (deviation, _) in table.largest().items():
       ratio = column in table.relative
       off.append(f"{column} {deviation:.2%}" if ratio else f"{column} {deviation:.5f}")

@@ -191,9 +191,9 @@ def _refuse_mixed(runs: pd.DataFrame) -> None:
 
   for _, some in runs[runs["algorithm"] != "data_parallel"].groupby(CELL):
     fields = some.get("config", pd.Series(dtype=str)).map(_sending)
-    for line, own in fields.items():
+    for line, sent in fields.items():
       first = fields.iloc[0]
-      if differ := sorted(f for f in own | first if own.get(f) != first.get(f)):
+      if differ := sorted(f for f in sent | first if sent.get(f) != first.get(f)):
         ends = some.loc[[some.index[0], line]]
         raise ValueError(
           f"two runs of {_name(some.iloc[0])} differ in {', '.join(differ)} (lines"

@@ -193,8 +193,8 @@ def _notes(params: float, replicas: int, own: results.Laws | None) -> list[str]:
     f" budget is {paper.CHINCHILLA} tokens per parameter, the loss is for"
     " theirs.": own.tokens_per_param is None,
   }
-  found = [note for note, holds in stretched.items() if holds]
-  return [*found, *own.problems, *own.notes]
+  notes = [note for note, holds in stretched.items() if holds]
+  return [*notes, *own.problems, *own.notes]
 
 
 def _outer(replicas: int, own: results.Laws | None) -> tuple[float, str]:

@@ -56,7 +56,7 @@ class Table:
 
   def largest(self) -> dict[str, tuple[float, str]]:
     """Returns the largest deviation from the paper in each column, and its row."""
-    found = {}
+    largest = {}
     for i, column in enumerate(self.columns):
       deviations = []
       for row, cells in self.rows.items():
@@ -65,8 +65,8 @@ class Table:
           ratio = column in self.relative
           deviations.append((abs(ours / theirs - 1 if ratio else ours - theirs), row))
       if deviations:
-        found[column] = max(deviations, key=lambda deviation: deviation[0])
-    return found
+        largest[column] = max(deviations, key=lambda deviation: deviation[0])
+    return largest
 
 
 def table7(sizes: str = "words") -> Table:

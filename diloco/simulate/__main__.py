@@ -64,8 +64,8 @@ def make_parser() -> Parser:
 
 def options_of(command: Command) -> dict[str, Option]:
   """Returns the options of a command by name."""
-  own = {name: OPTIONS[name] for name in command.options.replace("!", "").split()}
-  return {"json": Option("print JSON", bool), **own, **command.more}
+  named = {name: OPTIONS[name] for name in command.options.replace("!", "").split()}
+  return {"json": Option("print JSON", bool), **named, **command.more}
 
 
 def run(args: Args) -> None:

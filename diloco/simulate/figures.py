@@ -92,16 +92,16 @@ def busy_times(
   """
   figure = Figure(figsize=(PAGE, 0.9 + 0.8 * len(settings)), layout="constrained")
   axes = figure.subplots(len(settings), 1, sharex=True)
-  for axis, (own_title, own) in zip(axes, settings.items()):
+  for axis, (panel_title, panel_fields) in zip(axes, settings.items()):
     nodes: list[Node] = []
-    work = Workload.of_equal_layers(1e9, layers, 1.0, **fields, **own)
+    work = Workload.of_equal_layers(1e9, layers, 1.0, **fields, **panel_fields)
     utilisation(work, [rate], steps, nodes)
     for n in nodes:
       color = GREYS.get(n.kind, COLORS[work.method])
       style = {"color": color, "edgecolor": "white", "lw": 0.3}
       axis.barh(int(n.resource == "compute"), n.end - n.start, 0.8, n.start, **style)
     axis.set(yticks=[0, 1], yticklabels=["reductions on the link", "compute"])
-    axis.set_title(own_title, fontsize="medium", loc="left")
+    axis.set_title(panel_title, fontsize="medium", loc="left")
     axis.grid(axis="y", visible=False)
   axes[-1].set_xlabel("time (steps of compute)")
   handles = [Patch(color=c, label=kind.replace("_", " ")) for kind, c in GREYS.items()]
