@@ -19,6 +19,9 @@ M = 2 and 4. Seed 0 chooses the settings; three more seeds repeat every best poi
 the report has only these three. Runs have D = 6 N tokens (paper: 20 N) and H = 10
 (paper: 30). docs/ladder.md has the results and names the text. Without text=, runs read
 the shipped text, and the two largest sizes read parts of it twice.
+
+With momentum=tuned, the sweep has only data-parallel and M = 4 at three sizes, and
+tunes inner rate, batch, outer rate and outer momentum at each size.
 """
 
 import dataclasses
@@ -52,6 +55,20 @@ ROOT2 = 2**0.5
 PAPER = load_module("chinchilla", "get_config", "configs/chinchilla.py")
 PAPER_SIZES = ("35M", "90M", "180M", "330M", "550M", "1.3B", "2.4B")
 OUTER_RATES = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
+# With momentum=tuned, {size: values to try first: (inner rate as power of ROOT2, batch)
+# of data-parallel; (inner rate, batch, momentum, outer_step) of M = 4}.
+FIRST = {
+  105: ((-13, 8), (-13, 8, 0.5, 1.6)),
+  185: ((-12, 4), (-11, 8, 0.5, 1.6)),
+  382: ((-15, 8), (-15, 8, 0.7, 2.0)),
+}
+# outer_step is the outer rate over (1 - momentum): the length of an outer step if the
+# outer gradient stays the same. Its best value depends little on the momentum, and the
+# best outer rate much.
+OUTER_AXES = {
+  "momentum": (0.0, 0.3, 0.5, 0.7, 0.9),
+  "outer_step": (0.8, 1.2, 1.6, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8),
+}
 CHART = Chart(
   "A ladder of tiny models (2503.09799, figure 2)",
   "size",
@@ -72,7 +89,8 @@ PAPER_CHART = dataclasses.replace(
 def get_config(point: Point, text: str = "sotu"):
   """Makes the config of a point; the run trains on `text`, a data.source.
 
-  A point has size, algorithm, replicas, lr and batch. It may have outer_lr and seed.
+  A point has size, algorithm, replicas, lr and batch. It may have seed, and outer_lr or
+  both momentum and outer_step.
   """
   layers, heads, width = SIZES[point["size"]]
   c = default_config()
@@ -80,8 +98,11 @@ def get_config(point: Point, text: str = "sotu"):
   c.sync_every = 10
   c.seed = point.get("seed", 0)
   # The papers use momentum 0.9; runs with few rounds need less momentum.
-  c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
+  momentum = point.get("momentum", 0.5)
+  c.outer.optimizer = f"sgd(momentum={momentum}, nesterov=True)"
   c.outer.learning_rate = point.get("outer_lr", 0.6)
+  if "outer_step" in point:
+    c.outer.learning_rate = point["outer_step"] * (1 - momentum)
   c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, width
   c.model.vocab_size, c.model.seq_len = VOCABULARY, LENGTH
   c.model.dtype, c.model.remat = "float32", "full"
@@ -111,10 +132,11 @@ def get_sweep(argument: str = "") -> Sweep:
   """Makes the sweep.
 
   The argument has either size=SIZE alone (a size of the paper, or all), or any of
-  text=SOURCE (a data.source) and seeds=N.
+  text=SOURCE (a data.source), seeds=N and momentum=tuned.
   """
   sizes = (*PAPER_SIZES, "all")
-  options = parse_options(argument, {"size": sizes, "text": str, "seeds": int})
+  known = {"size": sizes, "text": str, "seeds": int, "momentum": ("tuned",)}
+  options = parse_options(argument, known)
   if "size" in options:
     if len(options) > 1:
       raise ConfigError(
@@ -163,17 +185,34 @@ def get_sweep(argument: str = "") -> Sweep:
     """
     return Grid(f"lr {size}k", cells(size, everyone), (lr,), from_size(smaller))
 
-  def repeats(size: int) -> Grid:
+  def repeats(size: int, some: Sequence[Point] = everyone) -> Grid:
     """Repeats the best point of every cell of a size."""
-    some = range(1, seeds + 1)
-    more = [c for seed in some for c in cells(size, everyone, seed=seed)]
+    seeded = [c for seed in range(1, seeds + 1) for c in cells(size, some, seed=seed)]
     first = lambda cell: {k: v for k, v in cell.items() if k != "seed"}
-    return Grid(f"seeds {size}k", more, (), first)
+    return Grid(f"seeds {size}k", seeded, (), first)
 
-  return Sweep(
+  def momenta(size: int) -> list[Grid]:
+    """Tunes all axes and the outer momentum of data-parallel and M = 4 at a size."""
+    pair, grids = [data_parallel, diloco[-1]], list[Grid]()
+    for cell, (k, batch, *values) in zip(pair, FIRST[size]):
+      axes = [Axis("lr", (power(ROOT2, k),), ratio=ROOT2)]
+      axes.append(Axis("batch", (batch,), ratio=2, low=cell["replicas"]))
+      axes += [
+        Axis(name, OUTER_AXES[name], first=(value,))
+        for name, value in zip(OUTER_AXES, values)
+      ]
+      grids.append(Grid(f"{size}k M={cell['replicas']}", cells(size, [cell]), axes))
+    return [*grids, repeats(size, pair)]
+
+  make = functools.partial(
+    Sweep,
     config=functools.partial(get_config, text=text),
     chart=CHART,
     environment={"XLA_FLAGS": "--xla_backend_optimization_level=1"},
+  )
+  if "momentum" in options:
+    return make(grids=[grid for size in FIRST for grid in momenta(size)])
+  return make(
     grids=[
       Grid("ladder", cells(105, everyone), (lr, Axis("batch", (4,)))),
       *everything(105),

@@ -66,6 +66,26 @@ def test_the_papers_sweep_starts_at_its_laws_and_walks_to_an_interior_best():
     assert search.best.get("outer_lr", 1.0) == 1.0
 
 
+def test_the_momentum_is_tuned_with_all_other_values():
+  """The search crosses the values of momentum at the outer step, not at the rate."""
+  sweep = LADDER.get_sweep("momentum=tuned")
+
+  def loss(point):
+    c = resolve(sweep.config(dict(point)))
+    if point["algorithm"] == "diloco":
+      momentum = float(c.outer.optimizer.split("=")[1].split(",")[0])
+      assert c.outer.learning_rate == point["outer_step"] * (1 - momentum)
+      return abs(momentum - 0.9) + abs(c.outer.learning_rate - 0.2) + point["batch"]
+    return point["batch"] + abs(math.log2(point["lr"] / 0.01))
+
+  searches = search_all(sweep.grids, loss)
+  four = [s for s in searches if s.best["replicas"] == 4 and "seed" not in s.cell]
+  assert len(four) == 3
+  for s in four:
+    best = [s.best[name] for name in ("batch", "momentum", "outer_step")]
+    assert best == [4, 0.9, 2.0]
+
+
 def test_the_dry_run_counts_the_least_runs_and_starts_none(capsys):
   # Data-parallel has two axes, M = 1, 2, 4, 8 have three: 5 + 4 * 7 runs.
   assert cli.main(["--sweep=ladder:size=35M", "--dry_run"]) == 0
