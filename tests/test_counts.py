@@ -2,6 +2,7 @@
 
 import collections
 import re
+import statistics
 
 import pytest
 from running import ROOT, read_csv
@@ -45,6 +46,18 @@ def test_runs_of_the_ladder(page, sentence):
   rows = table("ladder.csv")
   assert stated(page, sentence) == [len(rows)]
   assert len({row["params"] for row in rows}) == 6
+
+
+def test_the_gaps_of_the_tuned_momentum_are_those_of_its_runs():
+  rows = [r for r in table("ladder_momentum.csv") if r["point_seed"]]
+  loss = {(r["params"], r["replicas"], r["seed"]): float(r["test_loss"]) for r in rows}
+  page = (ROOT / "docs/ladder.md").read_text()
+  sizes = {row["params"] for row in rows}
+  assert len(sizes) == 3
+  for n in sizes:
+    gaps = [100 * (loss[n, "4", s] / loss[n, "1", s] - 1) for s in "123"]
+    cell = f"+{statistics.mean(gaps):.2f} ± {statistics.stdev(gaps):.2f}%"
+    assert f"| {int(n):,} | {cell} |" in page
 
 
 def test_cases_and_runs_of_the_gap():
