@@ -158,10 +158,9 @@ class Programs:
     kept = [nbytes(x) for x in payloads]
     if c.outer.offload:
       kept = [k + nbytes(o) for k, o in zip(kept, zip(outer.theta, outer.opt_state))]
-    second = (
-      max(sync.schedule.first_sends) + c.sync_every
-    )  # All fragments send by then.
-    one_round = range(second, second + c.sync_every)
+    # A round after the first sends of all fragments, which a warm start delays.
+    begin = max(sync.schedule.first_sends) + c.sync_every
+    one_round = range(begin, begin + c.sync_every)
     in_flight = [sum(kept[i] for i in sync.schedule.in_flight(t)) for t in one_round]
     if any(in_flight):
       self.on_device["in flight"] = max(in_flight)
