@@ -218,7 +218,7 @@ def test_killed_and_resumed_bit_for_bit(server, tmp_path, capsys, moments):
   assert losses[0] == losses[1]
   ours, theirs = load.load(address), load.load(whole)
   jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
-  reads_it(address, whole, tmp_path, capsys)
+  reads_it(address, whole, tmp_path)
 
 
 def reads_it(address, whole, tmp_path):
