@@ -105,19 +105,19 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
 
 def _line(row: Row) -> Json:
   """Returns a line of the CSV file: {column: cell}."""
-  default = leaves(table.as_json(Config()))
+  default, fields, papers_n = leaves(table.as_json(Config())), Json(), None
   plugins.check_trusted(row["config"].get("plugins", ()))
-  try:
-    c = complete(row["config"])  # An earlier version may have saved this config.
-    fields, papers_n = leaves(table.as_json(c)), matrix_params(c.model)
-  except (ValueError, TypeError):  # This version cannot read the config.
-    fields, papers_n = leaves(row["config"]), None
-  config = default | fields if row["config"] else {}  # A refused point has no config.
+  if row["config"]:  # A refused point has none.
+    try:
+      c = complete(row["config"])  # An earlier version may have saved this config.
+      fields, papers_n = leaves(table.as_json(c)), matrix_params(c.model)
+    except (ValueError, TypeError):  # This version cannot read the config.
+      fields = default | leaves(row["config"])
   known = EXPORTED_FIELDS.values()
-  rest = {f: v for f, v in config.items() if f not in known and v != default.get(f)}
+  rest = {f: v for f, v in fields.items() if f not in known and v != default.get(f)}
   return {
     **{f"point_{name}": value for name, value in row["point"].items()},
-    **{column: config.get(field) for column, field in EXPORTED_FIELDS.items()},
+    **{column: fields.get(field) for column, field in EXPORTED_FIELDS.items()},
     **{column: row["contents"].get(what) for column, what in _DIGESTS.items()},
     _PAPERS_N: papers_n,
     **{column: _eight_digits(row[column]) for column in (*_NOTED, *SUMMARY_COLUMNS)},

@@ -122,6 +122,6 @@ def test_an_export_has_runs_of_code_with_other_fields(tmp_path):
   write_run(tmp_path, "b", None, ended={"failed": True, "error": "refused"})
   assert export(rows_of(tmp_path), tmp_path / "out.csv") == 2
   first, second = read_csv(tmp_path / "out.csv")
-  assert second["outer_learning_rate"] == ""
+  assert second["outer_learning_rate"] == second["matrix_params"] == ""
   assert (first["outer_learning_rate"], first["replicas"]) == ("0.4", "1")
   assert json.loads(first["config"])["gone"] == 1
