@@ -19,7 +19,6 @@ run, as for diloco.main.
 import argparse
 import pathlib
 import re
-import shlex
 import shutil
 import sys
 import tempfile
@@ -56,17 +55,8 @@ def make_backend(
   if args.backend == "local":
     workdir = str(args.workdir or "").rstrip("/")
     return Local(args.cores, environment, args.launch, workdir)
-  return Slurm(results, environment, _words("slurm_options", args.slurm_options))
-
-
-def _words(flag: str, value: str) -> list[str]:
-  """Splits the value of a flag as a shell does."""
-  try:
-    return shlex.split(value)
-  except ValueError as error:
-    raise ConfigError(
-      f"--{flag} is {value!r}, which a shell cannot read ({error}); complete it."
-    ) from error
+  options = command.shell_words(args.slurm_options, "--slurm_options")
+  return Slurm(results, environment, options)
 
 
 def check_backend(args: argparse.Namespace) -> None:
@@ -95,7 +85,7 @@ def check_backend(args: argparse.Namespace) -> None:
     raise ConfigError(
       f"--vectorize is {args.vectorize}, but {reason}; leave one of them out."
     )
-  words = _words("launch", launch)
+  words = command.shell_words(launch, "--launch")
   program = next(iter(words), "sbatch" if slurm else sys.executable)
   if not shutil.which(program):
     raise ConfigError(f"there is no command {program} here, which the runs need.")

@@ -25,7 +25,7 @@ from diloco.log.workdir import FAILED
 from diloco.spec import plugins
 from diloco.sweep import saved, table
 from diloco.util import files
-from diloco.util.command import Parser, as_place, guarded
+from diloco.util.command import Parser, as_place, guarded, shell_words
 from diloco.util.storage import open_storage
 
 LOCKED = 75  # Exit status EX_TEMPFAIL: temporary failure.
@@ -140,7 +140,8 @@ def launched(launch: str, run: pathlib.Path, workdir: str = "") -> list[str]:
   word, the flags are quoted for the shell that reads this word, such as ssh's.
 
   Raises:
-    ConfigError: the config names a plug-in that cannot be imported.
+    ConfigError: the config names a plug-in that cannot be imported, or no shell can
+      read `launch`.
   """
   config = saved.get_config(str(run / "config.json"))
   plain = leaves(default_config(*config.plugins).to_dict()) | {"plugins": ()}
@@ -149,7 +150,7 @@ def launched(launch: str, run: pathlib.Path, workdir: str = "") -> list[str]:
   place = workdir or run.absolute()
   flags = ["--config=diloco/sweep/saved.py", *fields, f"--workdir={place}"]
   command = list[str]()
-  for word in shlex.split(launch):
+  for word in shell_words(launch, "--launch"):
     inside = word.replace("{flags}", shlex.join(flags))
     command += flags if word == "{flags}" else [inside]
   return command

@@ -10,6 +10,7 @@ import pathlib
 import re
 import runpy
 import select
+import shlex
 import signal
 import socket
 import sys
@@ -281,6 +282,20 @@ def make_parent(path: pathlib.Path, flag: str, wanted: str = "a file") -> None:
   if path.is_dir():
     raise ConfigError(f"{flag} is {str(path)!r}, a folder; give {wanted}.")
   make_folder(path.parent, flag)
+
+
+def shell_words(text: str, flag: str) -> list[str]:
+  """Splits the value of a flag as a shell does.
+
+  Raises:
+    ConfigError: a quotation in it does not end.
+  """
+  try:
+    return shlex.split(text)
+  except ValueError as error:
+    raise ConfigError(
+      f"{flag} is {text!r}, which a shell cannot read ({error}); complete it."
+    ) from error
 
 
 def make_folder(
