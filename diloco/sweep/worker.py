@@ -91,9 +91,7 @@ def _by_position(runs: Sequence, most: int) -> list[list]:
     except (ValueError, OSError, TypeError):
       alone = True
     by_step.setdefault(one.workdir if alone else step, []).append(one)
-  return [
-    some[i : i + most] for some in by_step.values() for i in range(0, len(some), most)
-  ]
+  return groups.at_most(most, by_step.values())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

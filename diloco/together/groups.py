@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from diloco.config.resolve import leaves
 from diloco.spec import plugins
 
+T = TypeVar("T")
 # The fields in which the runs of a group may differ.
 FIELDS = (
   "seed, inner.learning_rate, inner.weight_decay, outer.learning_rate and the momentum"
@@ -63,6 +64,9 @@ def split(configs: Mapping[str, Mapping[str, Any]], most: int) -> list[list[str]
   for name, config in configs.items():
     alone = most == 1 or obstacle(config)
     by_config.setdefault(name if alone else alike(config), []).append(name)
-  return [
-    some[i : i + most] for some in by_config.values() for i in range(0, len(some), most)
-  ]
+  return at_most(most, by_config.values())
+
+
+def at_most(most: int, groups: Iterable[list[T]]) -> list[list[T]]:
+  """Cuts groups into parts of at most `most` runs."""
+  return [some[i : i + most] for some in groups for i in range(0, len(some), most)]
