@@ -204,29 +204,27 @@ def get_sweep(argument: str = "") -> Sweep:
       grids.append(Grid(f"{size}k M={cell['replicas']}", cells(size, [cell]), axes))
     return [*grids, repeats(size, pair)]
 
-  make = functools.partial(
-    Sweep,
+  grids = [
+    Grid("ladder", cells(105, everyone), (lr, Axis("batch", (4,)))),
+    *everything(105),
+    *everything(185),
+    rates(269, 185),
+    rates(382, 269),
+    Grid("outer 382k", cells(382, diloco[1:]), (outer,), lambda cell: cell),
+    # Smaller sizes end first, because the two largest take most of the time.
+    *(repeats(size) for size in SIZES if size < 625),
+    rates(625, 382),
+    repeats(625),
+    rates(1081, 625),
+    repeats(1081),
+  ]
+  if "momentum" in options:
+    grids = [grid for size in FIRST for grid in momenta(size)]
+  return Sweep(
     config=functools.partial(get_config, text=text),
     chart=CHART,
     environment={"XLA_FLAGS": "--xla_backend_optimization_level=1"},
-  )
-  if "momentum" in options:
-    return make(grids=[grid for size in FIRST for grid in momenta(size)])
-  return make(
-    grids=[
-      Grid("ladder", cells(105, everyone), (lr, Axis("batch", (4,)))),
-      *everything(105),
-      *everything(185),
-      rates(269, 185),
-      rates(382, 269),
-      Grid("outer 382k", cells(382, diloco[1:]), (outer,), lambda cell: cell),
-      # Smaller sizes end first, because the two largest take most of the time.
-      *(repeats(size) for size in SIZES if size < 625),
-      rates(625, 382),
-      repeats(625),
-      rates(1081, 625),
-      repeats(1081),
-    ],
+    grids=grids,
   )
 
 

@@ -60,9 +60,9 @@ def main() -> int:
 def run_commands(options: argparse.Namespace) -> dict[str, list[str]]:
   """Returns {name: module and arguments} of the processes of one run."""
   together = [f"--coordinator=localhost:{free_port()}", f"--num_processes={options.n}"]
-  args = (
-    options.args if not options.args[0].startswith("-") else ["main", *options.args]
-  )
+  args = options.args
+  if args[0].startswith("-"):
+    args = ["main", *args]
   return {
     str(i): ["diloco", *args, *together, f"--process_id={i}"] for i in range(options.n)
   }
