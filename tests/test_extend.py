@@ -28,7 +28,7 @@ from diloco.spec import plugins as contrib_lib
 from diloco.spec import shapes, sizes
 from diloco.sweep import csv_file, job, saved
 
-OTHERS = EXAMPLES.keys() - {"pulled"}
+OTHERS = sorted(EXAMPLES.keys() - {"pulled"})  # A set differs between workers.
 GIVEN = {
   "sign_sgd": "outer.learning_rate=0.001",
   "one_bit": "wire.format=auto",
