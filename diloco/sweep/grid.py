@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import ml_collections
 
+from diloco.errors import ConfigError
 from diloco.sweep.chart import Chart
+from diloco.util.command import one_line
 from diloco.util.types import Json
 
 Point = Json
@@ -196,6 +198,16 @@ def describe(point: Json) -> str:
   """Formats a point as readable text, such as size=s1 algorithm=diloco."""
   short = lambda value: f"{value:.4g}" if isinstance(value, float) else value
   return " ".join(f"{name}={short(value)}" for name, value in point.items())
+
+
+def refusal(point: Point, error: Exception) -> ConfigError:
+  """Returns what a user reads if the config of a point raised `error`."""
+  if isinstance(error, ConfigError):
+    return error
+  kind, reason = type(error).__name__, one_line(error)  # A sweep file may raise any.
+  return ConfigError(
+    f"the sweep file's config at the point {describe(point)} raises {kind}: {reason}."
+  )
 
 
 def power(ratio: float, k: int) -> float:

@@ -11,7 +11,7 @@ from diloco.config.checks import unknown
 from diloco.config.command_line import asked_plugins, with_flags
 from diloco.config.resolve import add_plugins, leaves
 from diloco.errors import ConfigError
-from diloco.sweep.grid import Point, Sweep, describe
+from diloco.sweep.grid import Point, Sweep, refusal
 from diloco.sweep.search import Search, search_all
 from diloco.util import command
 
@@ -61,13 +61,8 @@ def _with_fields(
     try:
       config = sweep.config(dict(point))
       add_plugins(config, *named)
-    except ConfigError:
-      raise
-    except Exception as error:  # A sweep file may raise any error.
-      raise ConfigError(
-        f"the sweep file's config at the point {describe(point)} raises"
-        f" {type(error).__name__}: {command.one_line(error)}."
-      ) from error
+    except Exception as error:
+      raise refusal(point, error) from error
     return config
 
   plain = [leaves(with_groups(point).to_dict()) for point in some]

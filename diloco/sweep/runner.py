@@ -21,7 +21,7 @@ from diloco.config.comparable import apart, basis
 from diloco.errors import ConfigError
 from diloco.spec import plugins
 from diloco.sweep import progress, table
-from diloco.sweep.grid import Point, Sweep, describe, key
+from diloco.sweep.grid import Point, Sweep, describe, key, refusal
 from diloco.sweep.job import handled
 from diloco.sweep.search import Search, search_all
 from diloco.sweep.table import Row
@@ -216,13 +216,8 @@ class Driver:
   def _make_plan(self, point: Point) -> Plan:
     try:
       config = table.as_json(resolve(self.sweep.config(dict(point))))
-    except Exception as error:  # A sweep file may raise any error.
-      reason = one_line(error)
-      if not isinstance(error, ConfigError):
-        kind = type(error).__name__
-        where = f"at the point {describe(point)}"
-        reason = f"the sweep file's config raises {kind}: {reason} {where}"
-      return Plan(point, _refused_name(point), {}, reason)
+    except Exception as error:
+      return Plan(point, _refused_name(point), {}, one_line(refusal(point, error)))
     name = table.digest(config)
     return Plan(point, self._names.get(name, name), config)
 

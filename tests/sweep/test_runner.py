@@ -99,7 +99,7 @@ def test_a_failed_run_keeps_its_error_and_the_sweep_goes_on(tmp_path):
 @pytest.mark.parametrize(
   ("fault", "message"),
   [
-    (lambda p: p["warp"], "raises KeyError: warp at the point replicas=1 lr=1"),
+    (lambda p: p["warp"], "at the point replicas=1 lr=1 raises KeyError: warp"),
     (lambda p: None, "raises AttributeError: 'NoneType'"),
     (lambda p: config({**p, "replicas": 3}), "train.batch_size is 4"),
   ],
