@@ -69,7 +69,7 @@ def get_config(point: Point, text: str = "sotu"):
   """Makes the config of a point.
 
   A point has size, method and lr. Unless its method is data-parallel, it also has
-  sync_every, outer_lr and momentum. Some points have a seed, tau, alpha, pull or replicas.
+  sync_every, outer_lr and momentum. It may have seed, tau, alpha, pull and replicas.
   """
   if point["size"].startswith("270k"):
     own = {"size": 269, "algorithm": "streaming", "batch": 8, "lr": 1.0}

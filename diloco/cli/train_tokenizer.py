@@ -95,7 +95,7 @@ def _explain(error: str, args: argparse.Namespace) -> str:
     if match:
       wrong = sentence.format(match[1])
       return f"--vocab_size is {args.vocab_size}, but the text {wrong}."
-  if refusal := re.search(r"ConfigError: (.+)", error):  # Raised by reading text.
+  if refusal := re.search(r"(?:Config|Value)Error: (.+)", error):  # Of reading.
     return refusal[1]
   return f"SentencePiece cannot train on --source={args.source}: {error}"
 

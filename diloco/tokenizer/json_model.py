@@ -4,6 +4,7 @@ Needs the package tokenizers (the extra `hf`). tokenizer_config.json, in the sam
 folder, names the special tokens, such as EOS.
 """
 
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -75,7 +76,14 @@ class JsonModel:
     return self._model.decode(ids)
 
   def encode_as_offset_mapping(self, text: str) -> dict[str, Any]:
-    return {"offsets": self._model.encode(text, add_special_tokens=False).offsets}
+    offsets = list[tuple[int, int]]()
+    found = self._model.encode(text, add_special_tokens=False).offsets
+    for span, tokens in itertools.groupby(found):
+      same = list(tokens)
+      # Unknown characters in a row: the tokens of their bytes all have the row's span.
+      of_byte = [(i, i + 1) for i in range(*span) for _ in text[i].encode()]
+      offsets += of_byte if len(of_byte) == len(same) else same
+    return {"offsets": offsets}
 
   def serialized(self) -> bytes:
     """Returns the bytes of a tokenizer.json that also has the special tokens."""

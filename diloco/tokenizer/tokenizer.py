@@ -47,9 +47,10 @@ class Tokenizer:
     special = _one_role_each(special)
     self._ours, self.pieces = _permutation(special, m.get_piece_size())
     self.vocab_size = len(self.pieces)
-    self._same = special == (PAD_ID, EOS_ID, BOS_ID, UNK_ID)
-    # Text has no pad, EOS or BOS. If the model finds their pieces in text, `encode`
-    # gives the id of unknown text.
+    # Text has no pad, EOS or BOS. If a tokenizer.json finds their pieces in text,
+    # `encode` gives the id of unknown text. SentencePiece never finds them.
+    in_order = special == (PAD_ID, EOS_ID, BOS_ID, UNK_ID)
+    self._same = in_order and not isinstance(m, JsonModel)
     never = [i for i in special[:UNK_ID] if i >= 0]
     self._ours[never] = UNK_ID
 

@@ -406,6 +406,8 @@ def test_slices_of_a_split_are_disjoint_and_complete(tiny, standin):
   assert len(train) == round(0.9 * len(whole))
   parts = [*_texts(train), *_texts(held_out)]
   assert parts == _texts(whole)
+  with pytest.raises(ConfigError, match=r"'train' and 'train\[90%:\]' share documents"):
+    data_lib.make_eval_set(config_lib.resolve(tiny))
 
 
 def _texts(source):

@@ -141,7 +141,7 @@ GOOD = json.dumps({"text": "good"}).encode()
     ("a.data", GOOD + b"\n" + GOOD, "its first line is a JSON object with a `text`; r"),
     ("a.jsonl", GOOD + b"\n\n{bad\n", "a.jsonl, line 3, is not a JSON object"),
     ("a.jsonl", GOOD + b'\n{"txt": ""}', "a.jsonl, line 2, is not a JSON object"),
-    ("a.jsonl", b'{"text": "caf\xe9"}', "a.jsonl, line 1, is not a JSON object"),
+    ("a.jsonl", b'{"text": "caf\xe9"}', "a.jsonl, line 1, is not UTF-8 text"),
     ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1, is not a JSON object"),
     ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1, is not a JSON object"),
     ("a.json", b'[\n{"text": "a list"}\n]', "a.json, line 1, is not a JSON object"),

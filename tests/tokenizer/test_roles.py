@@ -89,6 +89,31 @@ def test_what_is_unknown_is_no_end_of_a_document(tmp_path):
   assert tokenizer.decode([a, unknown, b, 1]) == "ab"
 
 
+def unigram(folder, special):
+  """Writes a Unigram tokenizer.json with the ids 0 to 3 of ours, and byte pieces."""
+  pieces = [*special, *(f"<0x{i:02X}>" for i in range(256)), "a", "b"]
+  model = tokenizers.models.Unigram([(p, -1.0) for p in pieces], 3, byte_fallback=True)
+  model = tokenizers.Tokenizer(model)
+  model.add_special_tokens(special)
+  model.save(str(folder / "tokenizer.json"))
+  about = {f"{role}_token": token for role, token in zip(ROLES, special)}
+  (folder / "tokenizer_config.json").write_text(json.dumps(about))
+  return load_tokenizer(str(folder / "tokenizer.json"))
+
+
+def test_names_of_special_tokens_in_text_are_no_special_tokens(tmp_path):
+  tokenizer = unigram(tmp_path, ["<pad>", "</s>", "<s>", "<unk>"])
+  ids = tokenizer.encode("a<s>b</s>a<pad>b")
+  assert min(ids) == 3
+
+
+def test_bytes_of_unknown_characters_count_with_their_last_token(tmp_path):
+  tokenizer = unigram(tmp_path, ["<pad>", "</s>", "<s>", "<unk>"])
+  text = "a東京b"
+  ends = [tokenizer.prefix_bytes(text, n) for n in range(9)]
+  assert ends == [0, 1, 1, 1, 4, 4, 4, 7, 8]
+
+
 def test_an_end_that_is_text_is_refused(tmp_path):
   with pytest.raises(ConfigError, match=r"no tokenizer_config.json beside it names an"):
     make(tmp_path, [], [], {"eos": "!"})

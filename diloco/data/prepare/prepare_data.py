@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 from diloco.data.prepare import pieces
 from diloco.data.prepare import tokenize as prepare
+from diloco.data.sources import refuse_shared, tfds_builder
 from diloco.errors import ConfigError
 from diloco.spec.fields import DataConfig
 from diloco.util import command
@@ -36,8 +37,10 @@ def _run(args: argparse.Namespace) -> None:
   output = command.make_folder(args.output, "--output")
   lines, unit_size = list[str](), args.unit_mb << 20
   folders = _folders([name.strip() for name in args.split.split(",")], output)
-  for split in [*folders][1:]:  # Finds errors of the second split before hours of work.
-    pieces.make_pieces(source, split, data_dir)
+  if len(folders) > 1:  # Finds errors of the second split before hours of work.
+    if source.startswith("tfds:"):
+      refuse_shared(tfds_builder(source, data_dir), *folders)
+    pieces.make_pieces(source, [*folders][1], data_dir)
   for split, folder in folders.items():
     made = prepare.tokenize(
       source, split, args.tokenizer, folder, data_dir, workers, unit_size
