@@ -287,6 +287,9 @@ class Session:
     """
     self._report_events(events)
     self._save(self.last, state, finished=True)
+    for run, _ in self._each(state):  # A run with a summary needs no other start.
+      with run.own():
+        run.checkpoints.wait()
     self.stop.finished(self.last, self.where)
     run_summary = self._summarise(state)
     self.method.close("finished")

@@ -110,6 +110,8 @@ class BucketManager:
     list(self._requests.map(move, parts))
 
   def _write(self, step: int, chunks: list[_File], record: Any) -> None:
+    if self._peers.index == 0:
+      self._mirror.check()  # Another run's checkpoint of this step may be there.
     put = lambda chunk: self._bucket.put(chunk[0], chunk[1].tobytes())
     list(self._requests.map(put, chunks))
     done = f"{FOLDER}/{step}/.done/{self._token}"

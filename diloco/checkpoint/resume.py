@@ -46,10 +46,13 @@ _RATES = ("inner.learning_rate", "outer.learning_rate")
 def differing(old: Json, new: Json) -> dict[str, str]:
   """Returns {field: "old -> new"} of the fields that differ and may not change."""
   free = FREE_FIELDS + plugins.free()
-  # A transport may load a plug-in of the same name. Transport and plug-in may change.
+  # A transport may load a plug-in of the same name. Transport and plug-in may change,
+  # unless only one of the two transports keeps payloads in flight in a checkpoint.
   transports = {x.get("overlap", {}).get("transport") for x in (old, new)}
   if len(transports) > 1:
     free += tuple(f"{name}." for name in transports)
+    if len({bool(plugins.transport(name).needs) for name in transports}) > 1:
+      free = tuple(name for name in free if name != "overlap.transport")
   fixed = lambda x: [name for name in x.get("plugins", ()) if f"{name}." not in free]
   old, new = {**old, "plugins": fixed(old)}, {**new, "plugins": fixed(new)}
   changes = difference(old, new).items()
@@ -165,7 +168,9 @@ def _extension(old: Config, c: Config, step: int) -> str:
 
 
 def coded_by_shard(c: Config) -> bool:
-  """Returns whether each shard is encoded alone; if so, mesh.fsdp changes payloads."""
+  """Returns whether a shard is sent by itself; if so, mesh.fsdp changes payloads."""
+  if any(average.by_shard for average in c.averages.values()):
+    return True
   plain = coder(c.wire.compressor) == "quantize" and c.wire.format in PLAIN
   same = plain or plugins.transport(c.overlap.transport).needs  # Such as `sites`.
   return not same and bool(c.make_fragments())
@@ -175,7 +180,7 @@ def warn_of_other_shards(c: Config, before: int, now: int) -> None:
   """Warns if a resumed run has another fsdp size, and this changes how it encodes."""
   if before != now and coded_by_shard(c):
     logging.warning(
-      f"mesh.fsdp was {before} and is {now}: each shard is coded by itself, so outer"
-      f" gradients lose other bits than before; set mesh.fsdp={before} for the results"
+      f"mesh.fsdp was {before} and is {now}: each shard is coded or drawn by itself, so"
+      f" replicas send other values than before; set mesh.fsdp={before} for the results"
       " of an uninterrupted run."
     )

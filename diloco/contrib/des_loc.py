@@ -37,6 +37,7 @@ from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Count, WireConfig
+from diloco.spec.formats import PLAIN
 from diloco.spec.plugins import Average, Call, Timetable
 from diloco.spec.shapes import Shapes
 from diloco.util.types import PyTree
@@ -85,7 +86,11 @@ class DesLoc(plugins.Extension):
     return Timetable(
       averages={
         kind: Average(
-          every, sent, partial(self.average, kind), partial(self.programs, kind)
+          every,
+          sent,
+          partial(self.average, kind),
+          partial(self.programs, kind),
+          by_shard=self.format not in PLAIN,
         )
         for kind, every in periods.items()
         if every

@@ -66,7 +66,7 @@ class Sparta(plugins.Extension):
       return Timetable()
     values = count(self.share, parameters(c.model))
     sent = sizes.average_bytes(c.replicas, values)
-    average = Average(self.every, sent, self.average, self.programs)
+    average = Average(self.every, sent, self.average, self.programs, by_shard=True)
     return Timetable(averages={KIND: average})
 
   def average(

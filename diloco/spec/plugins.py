@@ -88,12 +88,14 @@ class Average(NamedTuple):
       the bytes that one replica's devices sent.
     programs: yields the calls of jitted functions in `run`, for the dry run. Its
       arguments are the `Streaming` and the shapes of the `TrainState`.
+    by_shard: whether other shards of a tensor (mesh.fsdp) give other values.
   """
 
   every: int
   sent: int
   run: Callable[..., tuple[PyTree, int]]
   programs: Callable[..., Iterable[Call]] = lambda sync, state: ()
+  by_shard: bool = False
 
 
 class Timetable(NamedTuple):

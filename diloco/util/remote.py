@@ -102,11 +102,11 @@ class Mirror:
     self._known = self._state()
     bucket.put(LOCK, self._holder)
 
-  def push(self) -> None:
-    """Makes the small files in the bucket equal to the files in the folder.
+  def check(self) -> None:
+    """Refuses to go on if another run has taken the bucket's folder over.
 
     Raises:
-      ConfigError: another run has taken the bucket's folder over.
+      ConfigError: another run has the folder.
       OSError: the network fails.
     """
     holder = self._bucket.get(LOCK) or b""
@@ -116,6 +116,14 @@ class Mirror:
         f"--workdir is {address_of(self._folder)}, where {other} has started to train;"
         " this run ends; let one run at a time use the folder."
       )
+
+  def push(self) -> None:
+    """Makes the small files in the bucket equal to the files in the folder.
+
+    Raises:
+      ConfigError, OSError: see `check`.
+    """
+    self.check()
     now = self._state()
     for name in self._known.keys() - now.keys():
       self._bucket.delete(name)

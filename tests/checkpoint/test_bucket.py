@@ -3,6 +3,7 @@
 import logging
 import signal
 import subprocess
+import time
 
 import jax
 import numpy as np
@@ -158,11 +159,13 @@ def test_a_lower_keep_deletes_only_when_a_newer_checkpoint_is_whole(address):
 
 
 def test_the_run_that_starts_last_has_the_folder(address):
-  first, _ = manager(address)
+  first, folder = manager(address)
   manager(address)
   first.save(1, args(arrays()))
   with pytest.raises(ConfigError, match="has started to train; this run ends"):
     first.wait_until_finished()
+  bucket = remote.bucket_of(folder)
+  assert not [name for name in bucket.listed() if name.startswith("checkpoints/1/")]
 
 
 @pytest.mark.parametrize("place", ["gs://bucket/../x", "file:///x", "s3://"])
@@ -234,6 +237,21 @@ def reads_it(address, whole, tmp_path):
   assert evaluate.main([address, "--heldout"]) == 0
   names = remote.bucket_of(remote.local_copy(address, "it")).listed()
   assert {"compare.png", "evaluation_12.json"} <= {*names}
+
+
+def test_the_summary_comes_after_the_last_checkpoint(server, tmp_path):
+  written = list[str]()
+
+  def put(path):
+    if "/12/" in path:
+      time.sleep(0.2)
+    written.append(path)
+
+  server.on_put = put
+  train.train(tiny_config.get_config(), f"s3://bucket/{tmp_path.name}")
+  server.on_put = lambda path: None
+  ends = [path.rpartition("/")[2] for path in written]
+  assert ends.index("12.json") < ends.index("summary.json")
 
 
 @pytest.mark.slow("runs of several processes")

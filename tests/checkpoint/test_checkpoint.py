@@ -20,7 +20,7 @@ from threads import at_once, connected
 from diloco.algorithm.method import make_method
 from diloco.checkpoint import damage, resume
 from diloco.checkpoint.checkpoints import Checkpoints, Record
-from diloco.config import changed, resolve
+from diloco.config import add_plugins, changed, resolve
 from diloco.errors import ConfigError, TryAgain
 from diloco.mesh.devices import make_mesh
 from diloco.processes.peers import Peers
@@ -369,6 +369,9 @@ def test_what_one_process_cannot_read_ends_all_if_it_sees_other_files(
   assert names(tmp_path / "checkpoints") == ["10", "12"]
 
 
+FP32 = {"wire.format": "fp32"}
+
+
 @pytest.mark.parametrize(
   ("fields", "before", "warns"),
   [
@@ -378,11 +381,15 @@ def test_what_one_process_cannot_read_ends_all_if_it_sees_other_files(
     ({"wire.format": "bf16", "wire.compressor": "topk"}, 4, True),
     ({"algorithm": "data_parallel"}, 4, False),
     ({"overlap.transport": "sites"}, 4, False),
+    (FP32 | {"sparta.share": 0.1}, 4, True),
+    (FP32 | {"des_loc.first_every": 4}, 4, False),
+    (FP32 | {"des_loc.first_every": 4, "des_loc.format": "e3m0"}, 4, True),
   ],
 )
 def test_going_on_with_other_shards_is_told(tiny, monkeypatch, fields, before, warns):
   said = []
   monkeypatch.setattr(resume.logging, "warning", said.append)
+  add_plugins(tiny, "sparta", "des_loc")
   tiny.update_from_flattened_dict(fields)
   resume.warn_of_other_shards(resolve(tiny), before, 2)
   assert [text[:25] for text in said] == ["mesh.fsdp was 4 and is 2:"] * warns

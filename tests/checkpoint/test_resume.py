@@ -226,13 +226,17 @@ def test_only_a_diverged_run_goes_on_with_lower_rates(tiny, fields, diverged, al
 
 
 def test_a_run_may_change_to_another_transport_and_back(tiny):
-  # Sites are a plug-in, which the transport loads with fields of its own.
   here = resolve(tiny)
-  other = changed(here, {"overlap.transport": "sites"})
-  for old, new in ((here, other), (other, here)):
+  host = changed(here, {"overlap.transport": "host"})
+  for old, new in ((here, host), (host, here)):
     assert resume.check(old.to_dict(), new, step=4) == ""
+  # A site's checkpoint has no payloads in flight: the group keeps them.
+  sites = changed(here, {"overlap.transport": "sites"})
+  for old, new in ((here, sites), (sites, here)):
+    with pytest.raises(ConfigError, match=r"\(overlap\.transport: .* -> .*\); choose"):
+      resume.check(old.to_dict(), new, step=4)
   with pytest.raises(ConfigError, match=r"sites\.count: 0 -> 1"):
-    resume.check(other.to_dict(), changed(other, {"sites.count": 1}), step=4)
+    resume.check(sites.to_dict(), changed(sites, {"sites.count": 1}), step=4)
 
 
 def test_a_former_field_is_told_by_its_new_form(tiny):

@@ -70,10 +70,13 @@ def by_layer(c: Config, records: Records, name: str) -> Curves:
 
 
 def relative(curves: Curves, norms: Curves) -> Curves:
-  """Divides the curve of each part by the L2 norm of its outer parameters."""
+  """Divides the curve of each part by the L2 norm of its outer parameters.
+
+  A part has no norm before its first send with the plug-in.
+  """
   divided = Curves()
-  for part, curve in curves.items():
-    steps, values = points(curve)
+  for part in curves.keys() & norms.keys():
+    steps, values = points(curves[part])
     norm = np.interp(steps, *points(norms[part]))  # Norms are known at sends only.
     divided[part] = dict(zip(steps.tolist(), values / norm))
   return divided

@@ -50,14 +50,19 @@ def replay(args: argparse.Namespace) -> int:
     raise damaged(name)
 
   known = sorted(storage.names("snapshots"))
-  states = (journal.number_of(x) for x in known if x.endswith(".state"))
-  oldest = min((number for number in states if number >= 0), default=0)
+  numbers = lambda names, end: {journal.number_of(x) for x in names if x.endswith(end)}
+  states = numbers(known, ".state")
+  kept = numbers(storage.names(journal.FOLDER), ".round")
   config = storage.get(CONFIG)
   if config is None:
     raise ConfigError(
       f"GROUP is {args.group!r}, which has no {CONFIG}; give the --group of a run."
     )
   newest = whole("lease")[0].get("snapshot") or 0
+  oldest, first_kept = min(states, default=0), min(kept, default=0)
+  # A copy made while a site deleted old rounds may have older snapshots.
+  if first_kept in states and first_kept <= newest:
+    oldest = first_kept
   if newest != oldest:
     whole(journal.state_of(newest))  # A new site begins with this state.
   calendar = Calendar(complete(json.loads(config)))
@@ -71,7 +76,7 @@ def replay(args: argparse.Namespace) -> int:
       head, _ = whole(f"snapshots/{name}")
       noted.append((journal.number_of(name), name, head["digests"]))
   # The number of rounds that the files speak of, of which none may be missing.
-  ends = [journal.number_of(name) + 1 for name in storage.names(journal.FOLDER)]
+  ends = [number + 1 for number in kept]
   last = max([oldest, *(number for number, *_ in noted), *ends])
   for site in range(calendar.sites):
     record = records.read_record(storage, calendar, site)
