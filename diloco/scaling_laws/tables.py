@@ -135,17 +135,16 @@ def table13(sizes: str = "nominal", seeds: int = 5) -> Table:
   terminal shows its progress.
   """
   n, m, y = map(np.asarray, paper.loss_grid(sizes))
-  held = n == n.max()
   pairs = [(form, seed) for form in parametric.FORMS for seed in range(seeds)]
   bar = make_bar(iterable=pairs, desc="Table 13", leave=False, disable=None, unit="fit")
   searches = [parametric.fit_parametric(form, n, m, y, seed=seed) for form, seed in bar]
   ours = np.reshape([fit.held_out for fit in searches], (-1, seeds)).tolist()
   theirs = [float(line["avg_residual"]) for line in paper.read("table13_parametric")]
   rows = dict[str, tuple[Cell, ...]]()
-  for form, errors, printed in zip(parametric.FORMS, ours, theirs):
-    best = parametric.fit_optimum(form, n[~held], m[~held], y[~held])
-    at_best = Cell(form.error(best.q, n[held], m[held], y[held]))
-    rows[form.name] = (Cell(errors[0], printed, (min(errors), max(errors))), at_best)
+  cells = zip(parametric.FORMS, ours, theirs, residuals_at_optimum(sizes))
+  for form, errors, printed, best in cells:
+    searched = Cell(errors[0], printed, (min(errors), max(errors)))
+    rows[form.name] = (searched, Cell(best))
   same = np.array_equal(np.argsort([errors[0] for errors in ours]), np.argsort(theirs))
   note = (
     f"In brackets: range over {seeds} seeds of the starts."
@@ -153,6 +152,16 @@ def table13(sizes: str = "nominal", seeds: int = 5) -> Table:
   )
   title = f"Table 13: mean residual on held-out 2.4B, {sizes} N"
   return Table(title, ("residual", "at the optimum"), (), rows, note)
+
+
+def residuals_at_optimum(sizes: str = "nominal") -> list[float]:
+  """Computes the second column of `table13`."""
+  n, m, y = map(np.asarray, paper.loss_grid(sizes))
+  held, residuals = n == n.max(), list[float]()
+  for form in parametric.FORMS:
+    best = parametric.fit_optimum(form, n[~held], m[~held], y[~held])
+    residuals.append(form.error(best.q, n[held], m[held], y[held]))
+  return residuals
 
 
 def extrapolation(sizes: str = "words") -> Table:
