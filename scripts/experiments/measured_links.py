@@ -8,6 +8,7 @@ utilisation, and by how many percentage points the simulator is above it, withou
 with the fitted link. Takes two minutes on one core.
 """
 
+import argparse
 import collections
 import csv
 import dataclasses
@@ -176,6 +177,7 @@ def sets() -> dict[str, Sequence[Row]]:
 
 
 def main() -> None:
+  argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
   measured = sets()
   for name in ("L40S, DiLoCo", "wan.csv"):
     print(f"{measured[name][0].transport}: {fit(measured[name])}")

@@ -17,9 +17,9 @@
 # Without a clone, give `setup` a wheel: `setup diloco-0.1.0-py3-none-any.whl`.
 #
 # Settings are environment variables: NAME, ZONE, PROJECT, SLICES (2), ACCELERATOR
-# (v5litepod-256), RUNTIME (v2-alpha-tpuv5-lite). --workdir must lie on a file system
-# that all hosts mount, for instance Filestore. DRY_RUN=1 prints the commands and does
-# not run them.
+# (v5litepod-256), RUNTIME (v2-alpha-tpuv5-lite). --workdir must lie in a bucket, or on
+# a file system that all hosts mount, for instance Filestore. DRY_RUN=1 prints the
+# commands and does not run them.
 set -euo pipefail
 
 NAME="${NAME:-diloco}"
