@@ -37,7 +37,7 @@ PAPER_SIZES = {"streaming": "500M", "chinchilla": "550M"}
 ROOT2 = 2**0.5
 # STEPS is a multiple of every H below. Runs with larger batches have 900 or 450 steps,
 # which are multiples of 30.
-STEPS, BATCH, LENGTH = 1800, 8, 64
+STEPS, BATCH, LENGTH, VOCABULARY = 1800, 8, 64, 2048
 # Inner rates of small runs, as powers of ROOT2. An ablation that tunes the inner rate
 # starts at START. Other ablations take RATES, the best rates of the ablation `batch`
 # with 8 sequences. M = 8 takes the rate of M = 4; Streaming DiLoCo takes DiLoCo's rate.
@@ -501,7 +501,7 @@ def _small(point: Point, text: str):
   c.outer.learning_rate = RATE
   c.fragments.size = 1
   c.model.num_layers, c.model.num_heads, c.model.dim = 6, 2, 32
-  c.model.vocab_size, c.model.seq_len = 0, LENGTH
+  c.model.vocab_size, c.model.seq_len = VOCABULARY, LENGTH
   c.model.dtype, c.model.remat = "float32", "full"
   c.train.batch_size = BATCH
   c.train.tokens = STEPS * BATCH * LENGTH * point.get("overtrain", 1)

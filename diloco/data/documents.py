@@ -12,7 +12,7 @@ from diloco.data.sources import Source, make_source, refuse_shared, tfds_builder
 from diloco.errors import ConfigError
 from diloco.spec.shapes import BOS_ID, EOS_ID
 from diloco.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from diloco.tokenizer.vocabulary import split_folder
+from diloco.tokenizer.vocabulary import read_manifest, split_folder
 
 # The most tokens in memory at once: 512 MiB as int32. Reading takes up to a minute.
 MOST_TOKENS = 1 << 27
@@ -43,6 +43,10 @@ def make_documents(c: Config, split: str) -> "Documents":
 
 def _open(c: Config, split: str) -> "Documents":
   """Opens the documents of a split of `data.source`."""
+  if is_arrays := c.data.source.startswith("arrays:"):
+    name = c.data.train_split if split == "train" else c.data.eval_split
+    folder = split_folder(c.data.source, name)
+    read_manifest(folder)  # If it is missing, so is the tokenizer beside it.
   tokenizer = load_tokenizer(c.data.tokenizer)
   if tokenizer.vocab_size > c.model.vocab_size:
     raise ConfigError(
@@ -52,10 +56,9 @@ def _open(c: Config, split: str) -> "Documents":
       " many."
     )
   documents: TokenArrays | EncodedText
-  if c.data.source.startswith("arrays:"):
-    name = c.data.train_split if split == "train" else c.data.eval_split
+  if is_arrays:
     with reading():
-      documents = TokenArrays(split_folder(c.data.source, name), tokenizer)
+      documents = TokenArrays(folder, tokenizer)
   else:
     documents = EncodedText(make_source(c.data, split), tokenizer)
   return WithBos(documents) if c.data.add_bos else documents

@@ -26,6 +26,7 @@ from diloco.sweep.job import handled
 from diloco.sweep.search import Search, search_all
 from diloco.sweep.table import Row
 from diloco.together import groups
+from diloco.tokenizer import vocabulary
 from diloco.util import files
 from diloco.util.command import one_line
 from diloco.util.types import Json
@@ -222,6 +223,8 @@ class Driver:
     return Plan(point, self._names.get(name, name), config)
 
   def _start(self, plans: Sequence[Plan]) -> None:
+    for plan in plans:
+      vocabulary.check_data(plan.config["data"])
     revision = table.git_revision()  # The runs import the code as it is now.
     directories = [self._prepare(plan, plans[0].name, revision) for plan in plans]
     try:

@@ -27,7 +27,8 @@ _CONTENT = {
 def fill_in(v: Json) -> None:
   """Sets `data.tokenizer` if it is empty, and `model.vocab_size` if it is 0.
 
-  Prepared data use the tokenizer in their folder. Text uses the shipped tokenizer.
+  Prepared data use the tokenizer in their folder. Text uses the shipped tokenizer. Only
+  an unknown vocabulary size is read: without the data, a dry run and a report work.
 
   Args:
     v: a config's fields by name; the function changes this dict.
@@ -39,13 +40,19 @@ def fill_in(v: Json) -> None:
     return
   if v["data.source"].startswith("arrays:"):
     folder = split_folder(v["data.source"], v["data.train_split"])
-    made_with = read_manifest(folder)["tokenizer"]
     v["data.tokenizer"] = v["data.tokenizer"] or str(folder / TOKENIZER)
-    v["model.vocab_size"] = v["model.vocab_size"] or made_with["vocab_size"]
+    if not v["model.vocab_size"]:
+      v["model.vocab_size"] = read_manifest(folder)["tokenizer"]["vocab_size"]
   else:
     v["data.tokenizer"] = v["data.tokenizer"] or _DEFAULT
     if not v["model.vocab_size"]:
       v["model.vocab_size"] = load_tokenizer(v["data.tokenizer"]).vocab_size
+
+
+def check_data(data: Json) -> None:
+  """Refuses prepared training data that are not there; `data` is a config's group."""
+  if data["source"].startswith("arrays:"):
+    read_manifest(split_folder(data["source"], data["train_split"]))
 
 
 def split_folder(source: str, split: str) -> pathlib.Path:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from diloco import config as config_lib
 from diloco import data as data_lib
 from diloco.data.arrays import TokenArrays
+from diloco.data.documents import make_documents
 from diloco.data.prepare import tokenize as prepare
 from diloco.errors import ConfigError
 
@@ -145,7 +146,7 @@ def test_flipped_bits_give_documents_or_one_sentence(folder, seed, flips, first)
 def test_a_source_that_is_no_folder_of_splits_is_refused(tiny, folder, source, message):
   tiny.data.source, tiny.data.train_split = source.format(folder.parent), "b"
   with pytest.raises(ConfigError, match=re.escape(message.format(folder.parent))):
-    config_lib.resolve(tiny)
+    make_documents(config_lib.resolve(tiny), "train")
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/smaps").exists(), reason="Linux only")

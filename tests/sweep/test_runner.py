@@ -47,6 +47,19 @@ def test_a_driven_sweep_ends_at_interior_points_and_repeats_no_run_and_no_readin
   assert again.started == []
 
 
+def test_tokens_that_are_missing_end_the_sweep_before_a_run_starts(tmp_path):
+  def missing(point):
+    c = config(point)
+    c.data.source, c.model.vocab_size = f"arrays:{tmp_path}/none", 2048
+    return c
+
+  backend = Fake()
+  driver = make_driver(Sweep(missing, make_sweep().grids), tmp_path / "r", backend)
+  with pytest.raises(ConfigError, match=r"none/train/manifest.json does not exist;"):
+    finish(driver)
+  assert backend.started == []
+
+
 def test_a_text_that_changes_ends_the_sweep(tmp_path):
   """Also where the earlier runs come from a file."""
   finish(make_driver(make_sweep(high=2**-8), tmp_path / "old", Fake()))
