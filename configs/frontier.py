@@ -27,8 +27,8 @@ LADDER = load_module("ladder", "get_config", "ladder")
 METHODS = load_module("methods", "get_config", "methods")
 SAMPLE = load_module("sample", "get_config", "sample")
 ROOT2 = 2**0.5
-MUON = "270k-Muon"
-SIZES = ("1M", "1M-800", "270k", MUON)
+MUON, DRAWN = "270k-Muon", "270k-pull"
+SIZES = ("1M", "1M-800", "270k", MUON, DRAWN)
 AVERAGED = "both moments"  # AdamW's, averaged in every round in 4 bits.
 PULLED = "elastic pull"
 # {size: {H: inner rate as a power of ROOT2, outer rate, momentum}}. The search begins
@@ -44,9 +44,10 @@ FIRST = {
     5: (-14, 0.5, 0.5),
   },
   MUON: {30: (-12, 0.7, 0.7)},
+  DRAWN: {30: (-14, 0.7, 0.7)},
 }
-KNOWN = {"1M": (10,), "1M-800": (10, 30), "270k": (), MUON: (30,)}
-PLAIN_LR = {"1M": -16, "1M-800": -17, "270k": -14, MUON: -12}
+KNOWN = {"1M": (10,), "1M-800": (10, 30), "270k": (), MUON: (30,), DRAWN: (30,)}
+PLAIN_LR = {"1M": -16, "1M-800": -17, "270k": -14, MUON: -12, DRAWN: -14}
 # {size: {H: values as in FIRST, and the pull}}, tuned by hand with seed 0: pulls of
 # 0.02, 0.04 and 0.06. With 0.04, neighbouring rates and momenta were tried; all were
 # worse.
