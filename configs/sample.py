@@ -39,7 +39,6 @@ def get_config():
   # The documents are long: without shuffling, one document would fill a batch.
   c.data.shuffle_window = -1
 
-  c.eval.every = 1600
   c.eval.tokens = 131_072
   c.checkpoint.every = 800
   c.log.every = 10
