@@ -15,7 +15,7 @@ def get_config():
   # On a CPU a step of 32 sequences is fastest if its arrays stay in the caches. So
   # activations are recomputed, and each replica has microbatches of 8 sequences.
   c.model.remat, c.model.unroll = "full", 1
-  c.mesh.cpu_devices = 1  # More compile for longer than 400 steps gain.
+  c.mesh.cpu_devices = 1  # More devices compile longer than they save.
   c.train.batch_size, c.train.accumulate, c.train.steps = 32, 2, 400
   c.inner.learning_rate, c.inner.warmup_steps = 4e-3, 25
   c.outer.learning_rate, c.outer.optimizer = 0.5, "sgd(momentum=0.5, nesterov=True)"

@@ -26,7 +26,7 @@ GROUPS = {
   "Trained models": ("evaluate", "generate", "export"),
   "The claims of both papers": ("reproduce",),
 }
-# The commands that people use. Only programs start the other commands.
+# The commands in the list. Mostly programs start the other commands.
 NAMES = [name for names in GROUPS.values() for name in names]
 
 

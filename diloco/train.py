@@ -29,7 +29,7 @@ def train(
     peers: the processes that train together; all must call `train`. None: this process.
     part: this process's part of a run whose replicas do not all train together;
       `config` is then the config of the whole run. None: the whole run trains here.
-    hooks: your functions, each with the number of inner steps between two calls.
+    hooks: your functions and their periods in inner steps (`session.Hook`).
 
   Returns:
     The summary, as in summary.json; empty if SIGTERM ended the run early. If the

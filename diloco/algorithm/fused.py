@@ -7,7 +7,7 @@ multiplications with additions. `Streaming` uses `send` if `can_send` allows it,
 
 XLA runs one operation after the other, and most operations write whole arrays. Here a
 loop takes a piece of a tensor through all operations while the piece is in the cache of
-a CPU or in the vector memory of a TPU. So intermediate arrays never go to main memory.
+a CPU or in the vector memory of a TPU. So few intermediate arrays go to main memory.
 
 Letters: M replicas; J pieces; G planes of C rows of R values as in `diloco.wire.cuts`.
 """

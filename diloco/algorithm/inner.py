@@ -122,7 +122,7 @@ def each_replica(
 ) -> Result:
   """Maps a function over the replicas, which are sharded over the mesh.
 
-  With `in_turn`, replicas on the same devices run one after the other. Then memory
+  With `in_turn` and a mesh of one row, replicas run one by one. Then memory
   holds the activations of one replica only, and no matrix product is batched: XLA for
   CPU is slow at batched products.
   """

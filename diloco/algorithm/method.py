@@ -198,7 +198,7 @@ class Method:
     return False
 
   def account(self, summary: Json) -> Json:
-    """Returns the fields that this method adds to a run's summary, or changes in it."""
+    """Returns the fields of a run's summary that this method adds or changes."""
     del summary
     return {}
 

@@ -30,7 +30,7 @@ from diloco.util.types import PyTree
 Outer: TypeAlias = OuterConfig | optax.GradientTransformation
 # Arguments of optax's optimizers that say how slowly past gradients decay.
 _DECAY_RATES = {"momentum", "b1", "b2", "b3", "beta"}
-# Optimizers of optax whose step of a number depends on the rest of its tensor.
+# Optimizers of optax that need a whole tensor to update one of its values.
 _BY_TENSOR = {"adafactor", "fromage", "galore", "lamb", "lars", "novograd", "sm3"}
 # Optimizers of optax whose weight decay does not shrink a weight by the decay times the
 # rate: it is a part of the gradient, or the optimizer scales it.
@@ -128,7 +128,7 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
 
 
 def averages(opt_state: PyTree) -> list[PyTree]:
-  """Finds the states of inner optimizers that average the parameters.
+  """Finds the optimizer states that hold averages of the parameters.
 
   Schedule-Free keeps an average x, and the parameters are y = b1 x + (1 - b1) z. Any
   state that has b1 and z counts as Schedule-Free. No outer step synchronises x.

@@ -146,7 +146,15 @@ def _update(
 
 
 def average(delta_M: PyTree, weights_M: jax.Array | None, outer: Outer) -> PyTree:
-  """Averages outer gradients over the replicas as the field outer.average says."""
+  """Averages outer gradients over the replicas as the field outer.average says.
+
+  Args:
+    delta_M: decoded outer gradients of a fragment, float32, leaves (M, ...).
+    weights_M: float32 [M], 0 for an absent replica; None: all replicas count equally.
+
+  Returns:
+    Float32 leaves (...).
+  """
   registered = plugins.NAMES["outer.average"].get(getattr(outer, "average", "mean"))
   plain = partial(mean, weights_M=weights_M)
   return registered(delta_M, weights_M) if registered else jax.tree.map(plain, delta_M)
@@ -178,7 +186,17 @@ def merge(
   *,
   alpha: float,
 ) -> PyTree:
-  """Line 12: if mask_M[m] (bool), theta_m <- alpha theta_m + (1 - alpha) theta."""
+  """Line 12: if mask_M[m], theta_m <- alpha theta_m + (1 - alpha) theta.
+
+  Args:
+    params_M: parameters of all replicas, leaves (M, N, ...) and (M, ...); donated.
+    theta: the fragment's outer parameters, float32, leaves (n, ...) and (...).
+    layers: int32 (n,), the fragment's layers.
+    mask_M: bool [M].
+
+  Returns:
+    The parameters of all replicas, with the dtypes of `params_M`.
+  """
 
   def mix(x_M: jax.Array, t: jax.Array) -> jax.Array:
     mixed = alpha * x_M.astype(jnp.float32) + (1 - alpha) * t if alpha else t

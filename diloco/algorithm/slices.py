@@ -42,11 +42,17 @@ def put(
   layers: Layers,
   mix: Callable[[jax.Array, jax.Array], jax.Array] = lambda old_M, new_M: new_M,
 ) -> PyTree:
-  """Puts a fragment back: the inverse of `take`.
+  """Puts a fragment back: the inverse of `take`, with its shapes.
 
   Args:
+    params_M: parameters of all replicas; unless they are donated, they do not change.
+    part_M: the fragment, leaves (M, n, ...) and (M, ...).
+    layers: int32 (n,), the fragment's layers.
     mix: called with the old and the new tensor of a layer, or of a parameter without
       a layer axis; returns the tensor to put.
+
+  Returns:
+    The parameters of all replicas, with the fragment in them.
   """
 
   def put_layers(x_M: jax.Array, y_M: jax.Array) -> jax.Array:

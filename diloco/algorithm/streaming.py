@@ -111,7 +111,7 @@ class Streaming:
     Args:
       params_M: parameters of all replicas, or their shapes.
       in_flight: fragments whose payloads the state holds.
-      fsdp: {p: size of the fsdp axis that encoded it}; by default, as in this mesh.
+      fsdp: {p: size of the fsdp axis that encoded p}; default: this mesh's size.
     """
     parts, own = list[Parts](), list[dict[str, PyTree]]()
     for p, layers in enumerate(self.layers):
@@ -176,7 +176,7 @@ class Streaming:
 
   def connect(self) -> None:
     """Opens the connections of the transport; all processes call this."""
-    self.place.settle()  # This also exchanges payloads.
+    self.place.settle()  # Jobs exchange payloads, too.
     self.transport.connect()
 
   def send(

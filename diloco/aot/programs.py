@@ -65,7 +65,7 @@ class Programs:
 
   Attributes:
     mesh: the device mesh.
-    state: shapes and shardings of the training state; the outer state is on devices.
+    state: shapes and shardings of the training state, without outer.offload.
     fragment: the fragment with the largest payload.
     payload: shape of that payload; None for data-parallel.
     on_device: bytes of each part of the state in the memory of one device. The part

@@ -57,7 +57,7 @@ def read_newest(
 
   Raises:
     ConfigError: all checkpoints are damaged, or some processes can read a checkpoint
-      and others cannot, because these see other files of it (if so, an older checkpoint
+      and others cannot, because the processes see different files (an older checkpoint
       would not help).
     Exception: the system reports an error that may pass (`errors.passing`), or memory
       is too small.

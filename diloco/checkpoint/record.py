@@ -24,7 +24,7 @@ class Spent:
   """Time that a run has spent, summed over all its starts.
 
   Attributes:
-    wall_s: seconds from the first step of each start to its last checkpoint.
+    wall_s: seconds from each opening of the log to the last checkpoint.
     busy_s: seconds of training, without evaluations, checkpoints, and the first launch
       of each start, which compiles.
     steps: number of inner steps in `busy_s`.

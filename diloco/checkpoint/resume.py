@@ -135,7 +135,7 @@ def mixture(read: Mapping[str, str], reads: Mapping[str, str], step: int) -> str
   names = [n for n in read if n not in _PATHS and read[n] != reads.get(n, read[n])]
   changes = "; ".join(f"{n}: {read[n][:12]} -> {reads[n][:12]}" for n in names)
   return changes and (
-    f"What the run is made with has changed at step {step} ({changes}); to go on"
+    f"Code, versions or evaluation changed at step {step} ({changes}); to go on"
     " exactly, put back what was there before."
   )
 

@@ -18,7 +18,7 @@ inner      peak of the inner learning rate
 outer      outer learning rate
 H          inner steps between two syncs of a fragment
 P          fragments
-payload    the most bytes that one replica sends for one fragment, with scales
+payload    bytes of the largest payload of one replica, with scales
 sent       bytes that one replica sends in the whole run
 FLOPs      6 N per token, as the papers count
 """

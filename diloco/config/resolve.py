@@ -65,7 +65,7 @@ def _types(group: type) -> Json:
 
 
 _TYPES = _types(Config)
-# What the other algorithms have instead of what the config says.
+# Values of data_parallel and diloco, whatever the config says.
 _WHOLE: Json = {
   "fragments.pattern": "whole",
   "overlap.tau": 0,

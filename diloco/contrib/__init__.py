@@ -5,7 +5,7 @@
 
 A method is a plug-in: `--config.plugins=sparta` adds the method's fields to a config.
 Some plug-ins add a choice to an existing field instead, such as the compressor
-error_feedback. No other file of the package knows the method. The plug-in's file holds
+error_feedback. No file of diloco/algorithm names a method. The plug-in's file holds
 all that the method adds: fields, rules about other fields, the payload, and functions
 (`diloco.spec.plugins` lists the hooks). `diagnostics/` is a plug-in that measures the
 syncs of any method.

@@ -79,7 +79,7 @@ def outer_step(
   *,
   step: Step,
 ) -> tuple[PyTree, OuterState, list[Event]]:
-  """Runs `step`; then adds to each arrived fragment the inner steps since its send."""
+  """Runs `step`; adds the inner steps since its send to each arrived fragment."""
   kept = dict[int, PyTree]()
   sent = sync.schedule.sends(t, last_send)
   for p, _ in sync.schedule.arrivals(t, last_send):

@@ -78,7 +78,7 @@ class DesLoc(plugins.Extension):
     return {f"des_loc.{name}": effect for name, effect in effects.items()}
 
   def schedule(self, c: Config) -> Timetable:
-    """Counts one first and one second moment per parameter, as AdamW has."""
+    """Returns the averages; `sent` counts one moment per parameter."""
     periods = {FIRST: self.first_every, SECOND: self.second_every}
     if not any(periods.values()):
       return Timetable()

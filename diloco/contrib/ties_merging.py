@@ -3,7 +3,7 @@
   wire.compressor = "topk"; outer.average = "ties_merging"
 
 It replaces the mean of line 10 of Algorithm 2, and has three steps. It trims: of each
-update, it keeps the largest values. Here `topk` does this for each tensor; the paper
+update, it keeps the largest values. Here `topk` does this for each layer; the paper
 does it for the whole model. It elects the sign of each value: the sign of the sum over
 the updates. It merges: it takes the mean of the kept values that have this sign. The
 authors of Streaming DiLoCo tried it, and report without a number that it was worse than

@@ -1,4 +1,4 @@
-"""Packs text into token sequences, one shard per replica. Importing it needs no JAX."""
+"""Packs each shard of a text into token sequences. Importing it needs no JAX."""
 
 from diloco.data.pipeline import EvalSet, TrainIterator, make_eval_set
 from diloco.data.sources import make_source

@@ -39,7 +39,13 @@ class EvalResult:
 
 
 def evaluate(params: Any, eval_set: EvalSet, m: ModelConfig, mesh: Mesh) -> EvalResult:
-  """Computes the loss of one replica's parameters on a fixed set of batches."""
+  """Computes the loss of one replica's parameters on a fixed set of batches.
+
+  Args:
+    params: one replica's parameters, without an axis of replicas.
+    mesh: the mesh of `params`; call this function under `jax.set_mesh(mesh)`. The
+      number of its devices must divide the rows of a batch.
+  """
   place = functools.partial(sharding.place, sharding=sharding.eval_sharding(mesh))
   launched = (
     sum_of_losses(params, place(tokens), place(weights), m=m)
@@ -51,7 +57,7 @@ def evaluate(params: Any, eval_set: EvalSet, m: ModelConfig, mesh: Mesh) -> Eval
 
 
 def one_behind(launched: Iterable[Result]) -> Iterator[Result]:
-  """Yields each launch after the next one was made, so that no device waits.
+  """Yields each result after the next launch, so that no device waits.
 
   With dozens of launches at once, collectives between CPU devices may wait for each
   other forever.

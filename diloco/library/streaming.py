@@ -119,7 +119,7 @@ class Streaming:
 
     On TPUs and GPUs the first inner step after a send hides the exchange of this send
     (docs/aot.md). All other inner steps run `train_step` alone. So do all inner steps
-    if tau is 0, transport is "host", or one device holds all replicas.
+    if tau is 0, transport is "host", or the axis `replica` has size 1.
 
     Args:
       train_step: called as train_step(params_M, opt_state_M, *more); returns
@@ -242,7 +242,7 @@ class Streaming:
 
   @plain_modes()
   def _place(self, state: OuterState, numbers: int = 4) -> OuterState:
-    """Puts NumPy arrays, as those of a pickle, where they lie in a run.
+    """Moves NumPy arrays, such as those of a pickle, to their devices.
 
     Refuses a state of another method: compares the first `numbers` of `steps`.
     """

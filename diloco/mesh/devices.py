@@ -51,7 +51,7 @@ def layout(c: Config, n: int) -> tuple[int, int]:
   Raises:
     ConfigError: the layout does not fit the devices, the replicas or the batch.
   """
-  m = c.replicas  # For data-parallel, m counts copies of the one model.
+  m = c.replicas  # Data-parallel divides its batch into m shares.
   replica, fsdp = c.mesh.replica, c.mesh.fsdp
   if not replica and fsdp:
     replica = n // fsdp

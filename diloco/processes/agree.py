@@ -48,7 +48,9 @@ def check_same(peers: Peers, mine: Mapping[str, Any], remedy: str) -> None:
 
 
 def check_same_program(c: Config, peers: Peers) -> None:
-  """Refuses processes whose config, code, packages or kinds of device differ.
+  """Refuses processes that differ in config, code or packages.
+
+  With the transport device, all processes must also have one kind of device.
 
   Raises:
     ConfigError: see `check_same`.

@@ -11,7 +11,7 @@ METHODS = ("joint", "independent")
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-  """A loss with its 90% interval for one new run."""
+  """A loss in nats per token, with its 90% interval for one new run."""
 
   loss: float
   interval: Interval

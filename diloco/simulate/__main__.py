@@ -138,7 +138,7 @@ def states(args: Args) -> Answer:
   sizes = work.params_per_layer
   fragments = [sum(sizes[i] for i in layers) for layers in work.whole_plan[1]]
   rows = memory.memory(sum(sizes), max(fragments))
-  return rows, f"{columns(rows)}\nfloat32; milliseconds to load it at these rates"
+  return rows, f"{columns(rows)}\nfloat32; loading time in ms at these rates"
 
 
 def draw_schedule(args: Args) -> Answer:

@@ -77,7 +77,7 @@ class Workload:
     sync_every: H; data-parallel ignores it.
     fragment_size, pattern: as in `diloco.spec.fragments`; only for streaming.
     tau: number of inner steps that hide a reduction; only for streaming.
-    bits: bits per value on the link; many if a plug-in sends a value several times.
+    bits: bits per value on the link, including the averages of plug-ins.
     latency: seconds added to every reduction.
     plan: a schedule, and the layers of each fragment. None: the plan of the method.
     exchange: gather, or psum (all-reduces outer gradients).

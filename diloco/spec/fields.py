@@ -85,11 +85,11 @@ class OverlapConfig:
   # steps that ran during the exchange, 0.5 takes the mean of own and outer parameters,
   # 1 ignores the other replicas.
   alpha: Share = 0.0
-  # device: devices exchange the payloads inside the program of the inner steps, and
+  # device: devices exchange the payloads, on TPUs and GPUs beside inner steps, and
   # devices hold the outer state. host: processes exchange the payloads over TCP, and
   # hosts hold the outer state. A plug-in's transport can be named too
   # (docs/machines.md); if the plug-in is part of diloco, this also loads the plug-in.
-  # All transports give the same results.
+  # device and host give equal results.
   transport: str = "device"
 
   @property
@@ -152,7 +152,7 @@ class WireConfig:
 class InnerConfig:
   """The inner optimizer, which every replica runs at every step.
 
-  The defaults are those of Scaling Laws, section 3.
+  Most defaults are from Scaling Laws, section 3.
   """
 
   # An optimizer of optax or optax.contrib with keyword arguments. schedule_free_adamw
@@ -239,7 +239,7 @@ class ModelConfig(Extended):
   dtype: DType = "bfloat16"
   # Type of the replicas' parameters and of the inner optimizer's moments. Outer
   # parameters are always float32. bfloat16 keeps 8 bits of a value: a step below 1/512
-  # of the value is lost, and a second moment with b2 above 0.996 never falls.
+  # of the value is lost, and a second moment with b2 above 0.996 gets stuck.
   param_dtype: DType = "float32"
   # The part of a block that the backward pass recomputes, to save memory. dots: all but
   # matrix products and the kernels of attention. full: all. none: nothing.
@@ -351,7 +351,7 @@ class CheckpointConfig:
 class LogConfig:
   """The logs of a run, and the text that the trained model generates."""
 
-  # Steps between lines of metrics.jsonl, and between TensorBoard points.
+  # Steps between records of steps in metrics.jsonl and TensorBoard.
   every: Positive = 1
   # Whether TensorBoard files are written.
   tensorboard: bool = True

@@ -1,7 +1,7 @@
 """Decides when a fragment is sent and received. No JAX.
 
 The schedule is that of Streaming DiLoCo (arXiv 2501.18512, section 2.2 and Algorithm
-2). Trainer, ledger, checkpoints and simulators all use this file.
+2). Trainer, library, checkpoints and simulators use this file.
 
 Symbols: M replicas, H inner steps between two syncs of one fragment, P fragments,
 tau overlap in inner steps, t = 1..T finished inner steps.
@@ -167,7 +167,7 @@ class Schedule:
   def longest_overlap(self) -> int:
     """The largest `overlap_steps` of any step; 0 if no step overlaps an exchange."""
     # Three rounds of H steps are enough: the first may be cut short, and in the second
-    # fewer sends may lie between a send and its arrival than later.
+    # fewer sends may come before an arrival than in later rounds.
     first = max(self.sync_every, self.drained + 1, self.joint_steps + 1)
     rounds = range(first // self.sync_every, first // self.sync_every + 3)
     offsets = {self.offset(p) for p in range(self.num_fragments)}

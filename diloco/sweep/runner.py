@@ -74,7 +74,7 @@ class Driver:
   """Runs a sweep, one `step` after another.
 
   Args:
-    results: the results directory; only `step`, `settle` and `prepare` write there.
+    results: the results directory; only `step` and `settle` write there.
       None: there are no runs, and no run is started.
     backend: executes the runs.
     parallel: the most processes at a time, including those of an earlier driver.

@@ -82,7 +82,7 @@ class Tokenizer:
 
 
 def _one_role_each(special: tuple[int, ...]) -> tuple[int, ...]:
-  """Keeps a piece's first role of EOS, unknown, BOS and pad; its others become -1.
+  """Keeps a piece's first role of EOS, unknown, BOS, pad; later roles become -1.
 
   In GPT-2 one piece is EOS, BOS and unknown; other models pad with EOS or unknown.
   """

@@ -26,7 +26,7 @@ _TRIES = {"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)}
 # Machines of a cloud ask this server for credentials, if there are no others.
 _METADATA = "169.254.169.254"
 _SILENT_S = 60  # A request has failed after this time without an answer.
-_UPLOAD = 6_000_000  # Bytes that the slowest link uploads in this time.
+_UPLOAD = 6_000_000  # Bytes that the slowest link uploads in _SILENT_S.
 _CLIENT = {
   "timeout": "1day",  # A large file may take long on a slow link.
   "connect_timeout": "10s",  # The error about a lost server must be fast.

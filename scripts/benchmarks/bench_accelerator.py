@@ -56,7 +56,7 @@ def base_config(name: str) -> Config:
   return bench_nanodo.config(SIZES[name])
 
 
-def cases(size: str, kind: str, devices: int) -> Iterator[Case]:
+def cases(size: str, kind: str) -> Iterator[Case]:
   """Yields the cases of diloco, not NanoDO, with all attentions of the device."""
   c = base_config(size)
   for name in _ATTENTION.value:
@@ -163,9 +163,9 @@ def main(argv) -> None:
   del argv
   on_cpu = jax.default_backend() == "cpu"
   flags.FLAGS.set_default("dtype", "float32" if on_cpu else "bfloat16")
-  kind, count = jax.devices()[0].device_kind, jax.device_count()
+  kind = jax.devices()[0].device_kind
   print_devices()
-  todo = {size: list(cases(size, kind, count)) for size in flags.FLAGS.sizes}
+  todo = {size: list(cases(size, kind)) for size in flags.FLAGS.sizes}
   print(_HEAD)
   for size, steps in todo.items():
     seconds, line = nanodo_row(size)

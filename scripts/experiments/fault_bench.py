@@ -4,9 +4,9 @@
   python scripts/experiments/fault_bench.py --out=/tmp/calm --faults=0
 
 Each site has a network namespace (netns.py) and runs configs/faults.py. --seed decides
-the faults: a site is killed, paused, cut off or slowed, or the site that has the lease
-is killed. A killed process starts again with the same command after --restart_after
-seconds.
+the faults: a site is killed, paused, cut off or (with --s3) slowed, or the site that
+has the lease is killed. A killed process starts again with the same command after
+--restart_after seconds.
 
 The sites meet in a folder on the disk; a site that is cut off sees an empty folder to
 which it cannot write. With --s3 they meet in a bucket, and the faults cut and slow the

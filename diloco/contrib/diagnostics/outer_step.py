@@ -66,7 +66,7 @@ class MeasuredStep:
     """
 
     def measured(t: int) -> list[int]:
-      """Lists the measured ones of the fragments sent after step t: all or none."""
+      """Lists the fragments that are sent after step t and are measured."""
       count = sync.schedule.num_sends
       return [p for p in sync.schedule.sends(t) if (count(p, t) - 1) % self.every == 0]
 

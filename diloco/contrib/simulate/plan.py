@@ -20,7 +20,7 @@ Time comes from the simulator (`steady.py`). The loss comes from measurements:
 `plan.csv` for N, M and H, interpolated over their logarithms, and `LATE` for tau. E3M0
 and float32 get the same loss (measured: +0.1 ± 0.3%, docs/claims.csv). The end of a row
 says from which sizes its loss comes, and what was not measured. If all runs of a size
-have one other M, other sizes say how much the row's M adds. A loss is shown as 0 ± x if
+have another M, other sizes say how much the row's M adds. A loss is shown as 0 ± x if
 zero lies inside its interval. Above the largest measured M or H, the line through the
 two largest values is extended. Below the smallest M or H, and outside the measured N,
 the nearest measured value counts.

@@ -33,7 +33,7 @@ class SitesConfig(plugins.Extension):
   # time of a step is measured). If tau is 0, a round waits for all of grace_s.
   grace_s: NonNegative = 20.0
   # Shortest wait of a round for late sites after the quorum, in seconds: tau short
-  # steps may take less time than a usual delay. If grace_s is smaller, it counts.
+  # steps may take less time than a usual delay. A smaller grace_s counts instead.
   least_grace_s: NonNegative = 2.0
   # Seconds that the first site waits for the others before the first round.
   start_s: NonNegative = 300.0
@@ -78,7 +78,7 @@ class SitesConfig(plugins.Extension):
     if self.batch_size > c.train.batch_size:
       raise ConfigError(
         f"sites.batch_size is {self.batch_size}, but all sites together have"
-        f" train.batch_size = {c.train.batch_size}, which bounds the weight of one;"
+        f" train.batch_size = {c.train.batch_size}, which bounds a site's weight;"
         " raise train.batch_size for all sites."
       )
     if self.pace * c.sync_every < 1:

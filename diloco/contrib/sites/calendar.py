@@ -73,7 +73,7 @@ class Calendar:
     return self.trained(step) > self.trained(step - 1)
 
   def trained(self, step: int) -> int:
-    """Counts inner steps up to `step` that this site trains; step 1 is always one."""
+    """Counts the inner steps up to `step` that this site trains; always step 1."""
     # `round` comes before `ceil`, because 0.1 * 30 is more than 3 in floating point.
     return math.ceil(round(step * self.config.of(SitesConfig).pace, 6))
 

@@ -166,7 +166,7 @@ class Steps:
     end = time.perf_counter() + _SECONDS.value
     while all(fit) and (len(rows) < 3 or time.perf_counter() < end):
       rows.append([self._seconds(c) for c in pair])
-    # Other jobs slow both steps of a row, but not all rows: the median is robust.
+    # A row times both configs back to back, so another job slows both.
     ratio = statistics.median(before / now for before, now in rows)
     now = statistics.median(now for _, now in rows)
     return ratio * now, now
