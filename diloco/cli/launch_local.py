@@ -70,7 +70,7 @@ def run_commands(options: argparse.Namespace) -> dict[str, list[str]]:
 
 def site_commands(options: argparse.Namespace) -> dict[str, list[str]]:
   """Returns {name: module and arguments} of the sites of one run."""
-  parser = argparse.ArgumentParser(allow_abbrev=False)
+  parser = Parser(allow_abbrev=False, add_help=False)
   parser.add_argument("--workdir", type=as_path, required=True)
   known, args = parser.parse_known_args(options.args)
   args += ["--config.overlap.transport=sites", f"--config.sites.count={options.n}"]

@@ -13,10 +13,12 @@ So no two processes ever train the same run.
 import argparse
 import contextlib
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from diloco.config import default_config
@@ -51,7 +53,8 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
   A trainer that was asked to stop has not failed: the driver resumes its run. If a
   trainer was killed, perhaps because memory ran out, there is no ended.json: the driver
   resumes the run a few times. A `launch` with exit status 1 leaves no ended.json
-  either, because a machine or a connection may have been lost. Nor does a `launch` that
+  either, because a machine or a connection may have been lost; the next attempt waits
+  for a trainer that goes on elsewhere. Nor does a `launch` that
   ends unasked with status 0 and without a summary.json: perhaps it trains nothing.
 
   Args:
@@ -99,6 +102,12 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
         trainer.send_signal(signal.SIGTERM)
 
     with handled(STOPS, stop):
+      # If only the connection to a machine broke, its trainer goes on there.
+      while launch and alive(runs[0], ".lock"):
+        if asked_to_stop:
+          table.note_end(runs[0], failed=False)
+          return 0
+        time.sleep(1)
       # The trainer saves at SIGTERM, but the other signals would kill it. Terminals and
       # Slurm send them to whole jobs, so the trainer starts with these signals blocked.
       others = set(STOPS) - {signal.SIGTERM}
@@ -194,10 +203,15 @@ def handled(signals: Iterable[int], handler: Callable[..., None]) -> Iterator[No
       signal.signal(number, earlier)
 
 
-def alive(directory: pathlib.Path) -> bool:
-  """Tells whether a process trains the run of a directory."""
+def alive(directory: pathlib.Path, lock_file: str = "lock") -> bool:
+  """Tells whether a process trains the run of a directory.
+
+  Args:
+    lock_file: lock, which a job and its trainer hold on this machine; or .lock, which
+      a trainer on any machine holds.
+  """
   try:
-    with (directory / "lock").open("r+") as lock:
+    with (directory / lock_file).open("r+") as lock:
       return not files.try_lock(lock)
   except FileNotFoundError:
     return False
@@ -215,7 +229,9 @@ def _after(word: str, lines: Iterable[str]) -> list[str]:
 
 def _error(log: str, lines: Sequence[str], code: int) -> str:
   """Returns the last error that a trainer printed, else its signal or last line."""
-  if errors := _after("error: ", lines):
+  # `launch_local` writes the number of a process before its lines.
+  plain = [re.sub(r"^\[\w+\] (?=error: )", "", line) for line in lines]
+  if errors := _after("error: ", plain):
     return errors[-1]
   if code < 0:
     return f"crashed with {signal.Signals(-code).name}; see {log}."

@@ -338,7 +338,8 @@ def _settled(directory: pathlib.Path, stopped: bool) -> Row:
     table.note(directory, running=False, vanished=vanished, saved=step)
   else:
     log = directory / "log.txt"
-    error = f"vanished {vanished} times in a row (killed or out of memory); see {log}."
+    why = f"killed or out of memory, unless {log} says why"
+    error = f"vanished {vanished} times in a row ({why})."
     table.note_end(directory, failed=True, error=error)
   return table.read_row(directory)
 

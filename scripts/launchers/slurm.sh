@@ -25,10 +25,14 @@ workdir=""
 for argument in "$@"; do
   case "$argument" in --workdir=*) workdir="${argument#--workdir=}" ;; esac
 done
-: "${workdir:?give --workdir=DIR in a bucket or on a file system that all nodes mount}"
+if [[ -z "$workdir" ]]; then
+  echo "error: give --workdir=DIR in a bucket or on a file system that all nodes mount." >&2
+  exit 2
+fi
 
 # JAX reads the coordinator's address, the number of processes and the number of each
 # process from Slurm's variables.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun ignores sbatch's.
 srun --kill-on-bad-exit=1 \
   python -m diloco.main --distributed=auto --initialization_timeout=600 "$@"
 

@@ -26,7 +26,14 @@ NAME="${NAME:-diloco}"
 SLICES="${SLICES:-2}"
 ACCELERATOR="${ACCELERATOR:-v5litepod-256}"
 RUNTIME="${RUNTIME:-v2-alpha-tpuv5-lite}"
-WHERE=(--zone="${ZONE:?set ZONE}" --project="${PROJECT:?set PROJECT}")
+if [[ -z "${ZONE:-}" || -z "${PROJECT:-}" ]]; then
+  echo "error: set ZONE and PROJECT." >&2
+  exit 2
+fi
+WHERE=(--zone="$ZONE" --project="$PROJECT")
+# `--node-count` must be above 1.
+NODES=(--node-count="$SLICES" --node-prefix="$NAME")
+if [[ "$SLICES" == 1 ]]; then NODES=(--node-id="$NAME"); fi
 
 queued() {
   if [[ -n "${DRY_RUN:-}" ]]; then
@@ -48,7 +55,7 @@ command="${1:?create, setup, run, train, log, stop or delete}"
 shift
 case "$command" in
   create)
-    queued create "$NAME" --node-count="$SLICES" --node-prefix="$NAME" \
+    queued create "$NAME" "${NODES[@]}" \
       --accelerator-type="$ACCELERATOR" --runtime-version="$RUNTIME"
     ;;
   setup)
@@ -56,7 +63,7 @@ case "$command" in
     unpack=""
     if [[ -z "$package" ]]; then
       clone="$(cd "$(dirname "$0")/../.." && pwd)"
-      if [[ ! -e "$clone/pyproject.toml" ]]; then
+      if ! git -C "$clone" ls-files --error-unmatch pyproject.toml > /dev/null 2>&1; then
         echo "error: $clone is no clone of diloco; give setup a wheel of it." >&2
         exit 2
       fi
@@ -67,6 +74,7 @@ case "$command" in
       unpack="rm -rf diloco && mkdir diloco && tar -xzf $NAME.tgz -C diloco &&"
     fi
     file="$(basename "$package")"
+    everywhere "if $RUNS; then echo 'a run is there; stop it first.' >&2; exit 2; fi"
     queued scp "$package" "$NAME:" --node=all --worker=all
     # The Python of the image may be too old for diloco.
     everywhere "$unpack python3 -m pip install -q uv &&

@@ -76,10 +76,26 @@ RSYNC = """
 cp -r "$STAND_IN_CLOUD/${2#*:}" "$3"
 """
 VENV = """
-test "$*" = "-m venv env" && mkdir -p env/bin
+test "$*" = "-m venv --clear env" && mkdir -p env/bin
 echo 'exec "$STAND_IN_PYTHON" "$@"' > env/bin/python
 echo 'test -f "$3"' > env/bin/pip
 chmod +x env/bin/*
+"""
+# `gcloud compute tpus tpu-vm`: the VM is a folder.
+VM = """
+case "$4" in
+  scp) cp $5 "$STAND_IN_CLOUD" ;;
+  ssh) cd "$STAND_IN_CLOUD" && HOME=$PWD exec bash -c "${*#*--command=}" ;;
+esac
+"""
+VM_PYTHON3 = """
+case "$*" in
+  "-m uv venv "*)
+    mkdir -p env/bin
+    printf '#!/bin/bash\nexec sleep 99' > env/bin/python
+    chmod +x env/bin/python ;;
+  "-m uv pip "*) test ! -e fails ;;
+esac
 """
 # Waits for a file of the machine, or with two arguments for the end of a process.
 AWAIT = """
@@ -154,9 +170,10 @@ def test_two_slices_train_one_run(cloud, tmp_path):
   must(*run)  # Ends, as the connection does, while the processes go on.
   path = workdir / metrics.FILE
   running.wait(lambda: path.is_file() and metrics.read(workdir, "step"))
-  refused = launch(*run)
-  assert refused.returncode == 2
-  assert refused.stderr.count("a run is there; stop it first.") == 2
+  for again in (run, ["setup"]):
+    refused = launch(*again)
+    assert refused.returncode == 2
+    assert refused.stderr.count("a run is there; stop it first.") == 2
   must("stop")
   [saved] = (int(p.name) for p in (workdir / "checkpoints").glob("[0-9]*"))
   assert 0 < saved < 300
@@ -235,6 +252,26 @@ def test_the_recipe_for_a_machine_reached_by_ssh(tmp_path):
   [saved] = (tmp_path / "sample" / "checkpoints").glob("[0-9]*")
   log = (tmp_path / "hosts" / "sample.log").read_text()
   assert f"saved step {saved.name}" in log
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_recipe_for_a_spot_vm_notes_the_trainer(tmp_path):
+  page = (running.ROOT / "docs" / "machines.md").read_text()
+  recipe = page.partition("A spot VM with")[2].split("```")[1].removeprefix("sh")
+  (tmp_path / "diloco-0.1.0-py3-none-any.whl").touch()
+  env = environment(tmp_path, gcloud=VM, python3=VM_PYTHON3)
+  start = lambda: subprocess.run(
+    ["bash", "-c", recipe], cwd=tmp_path, env=env, timeout=60
+  )
+  (fails := tmp_path / "hosts" / "fails").touch()
+  assert start().returncode == 1
+  fails.unlink()
+  assert start().returncode == 0
+  running.wait((pid := tmp_path / "hosts" / "335M.pid").is_file)
+  trainer = int(pid.read_text())
+  words = pathlib.Path(f"/proc/{trainer}/cmdline")
+  running.wait(lambda: words.read_bytes() == b"sleep\x0099\0")
+  os.kill(trainer, signal.SIGTERM)
 
 
 def test_setup_packs_a_clone_and_says_what_is_none(cloud, tmp_path):

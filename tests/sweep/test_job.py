@@ -23,6 +23,24 @@ def run(tmp_path):
   return tmp_path
 
 
+HOLD = """
+import pathlib, sys, time
+from diloco.util import files
+run = pathlib.Path(sys.argv[1])
+with (run / ".lock").open("w") as lock:
+  print(files.try_lock(lock), flush=True)
+  time.sleep(1.5)
+  (run / "ended").touch()
+"""
+
+
+def test_a_launch_waits_for_a_trainer_that_outlived_its_connection(run):
+  there = running.start("-c", HOLD, run, stdout=subprocess.PIPE)
+  assert there.stdout.readline() == "True\n"
+  assert job.run(str(run), launch=f"test -e {run}/ended") == 0
+  there.wait()
+
+
 @pytest.mark.parametrize(("count", "launch"), [(1, ""), (2, "slurm.sh {flags}")])
 def test_a_job_notes_the_error_that_the_trainer_printed(tmp_path, count, launch):
   """Runs that train together are trained by the job, not by --launch."""
