@@ -11,7 +11,8 @@ figure.
 
 The sizes 35M to 10B have the shapes and token budgets of Table 3. Any other size from
 10M on takes the nearest shape of the same family: width 64 * heads, 3 layers for every
-4 heads. Learning rates and batch come from `python -m diloco scaling_laws recommend`.
+4 heads. Learning rates and batch come from `python -m diloco scaling_laws recommend`
+for the argument's M and algorithm; flags for these two do not change the rates.
 Runs with the option overtrain train on Dolma and are evaluated on C4 (section 5.2).
 
 Without algorithm=, a run is Streaming DiLoCo with the rates and the batch of this

@@ -244,11 +244,13 @@ def _resolve(v: Json) -> Config:
   v = defaults | v | {"plugins": names}
   # The flag --config.overlap.taus= sets ("",).
   v = {f: () if isinstance(x, tuple) and x == ("",) else x for f, x in v.items()}
-  v = checks.check_each(v, defaults, _kinds(names))
+  kinds = _kinds(names)
+  v = checks.check_each(v, defaults, kinds)
   if v["algorithm"] != "streaming":
     v |= _WHOLE
   tokens_per_step = v["train.batch_size"] * v["model.seq_len"]
-  v["train.steps"] = v["train.steps"] or v["train.tokens"] // tokens_per_step
+  steps = {"train.steps": v["train.steps"] or v["train.tokens"] // tokens_per_step}
+  v |= checks.check_each(steps, defaults, {field: kinds[field] for field in steps})
   if not v["train.steps"]:
     raise ConfigError(
       f"train.steps is 0 and train.tokens is {v['train.tokens']}; set train.steps, or"

@@ -160,12 +160,12 @@ def _momentum(c: Config) -> str:
 
 
 def _warm_up(c: Config) -> str:
-  """Returns a warning if the warm-up is longer than the schedule; else ""."""
-  if c.inner.warmup_steps <= c.schedule_steps:
+  """Returns a warning if the warm-up is as long as the schedule; else ""."""
+  if c.inner.warmup_steps < c.schedule_steps:
     return ""
   return (
     f"inner.warmup_steps is {c.inner.warmup_steps:,}, but the schedule ends at step"
-    f" {c.schedule_steps:,}, so the warm-up is cut and the learning rate never falls;"
+    f" {c.schedule_steps:,}, so the learning rate never falls;"
     " lower inner.warmup_steps, or train longer."
   )
 

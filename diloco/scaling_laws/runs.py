@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from diloco.scaling_laws.cells import joined
+from diloco.spec.fields import ALGORITHMS
 
 NEEDED = ("params", "replicas", "loss", "learning_rate")
 # Column of the loss on the test text. `read` reports this loss if all runs have it; the
@@ -71,7 +72,8 @@ def read(
   failed = text["status"] == "failed" if "status" in text else text["loss"].isna()
   failed, text = text[failed], text[~failed]
   runs = text.copy()
-  _check(text["algorithm"], text["algorithm"] != "", "name", path)
+  known = text["algorithm"].isin(ALGORITHMS)
+  _check(text["algorithm"], known, f"name of {', '.join(ALGORITHMS)}", path)
   seed = ("seed",) if "seed" in text else ()
   for column in dict.fromkeys((*needed, *OPTIONAL, *seed)):
     runs[column] = _numbers(text[column], path, column in optional)
@@ -105,7 +107,7 @@ def _finished(path: str | os.PathLike, where: Mapping[str, str]) -> pd.DataFrame
       columns = next(reader, [])
       lines = {}
       for values in filter(None, reader):
-        lines[reader.line_num] = values
+        lines[reader.line_num] = [value.strip() for value in values]
   except (OSError, UnicodeDecodeError, csv.Error) as error:
     raise ValueError(
       f"{path} is no table: {error}; save it as CSV, UTF-8, or give a file written by"

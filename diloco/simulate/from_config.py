@@ -38,7 +38,7 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
   return Workload(
     params_per_layer=(embed,) + (block,) * c.model.num_layers,
     step_time=seconds,
-    method="streaming" if synced else "data_parallel",
+    method=c.algorithm,
     replicas=c.replicas,
     sync_every=c.sync_every,
     # Compute can hide an exchange only until a plug-in's next average.

@@ -43,7 +43,7 @@ class Schedule:
       if not 0 <= tau < self.sync_every:
         raise ConfigError(
           f"overlap.tau is {tau}, but sync_every is {self.sync_every}; tau must"
-          f" lie in 0..{self.sync_every - 1}, so lower tau or raise sync_every."
+          f" lie in 0..{self.sync_every - 1}, so change tau or sync_every."
         )
 
   def offset(self, p: int) -> int:

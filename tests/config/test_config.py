@@ -110,6 +110,12 @@ def test_an_unknown_field_is_refused_and_a_missing_one_has_its_default():
   assert resolve(c) == resolve(make())
 
 
+def test_tokens_do_not_pass_the_limit_of_the_steps(tiny):
+  tiny.train.steps, tiny.train.tokens = 0, 10**18
+  with pytest.raises(ConfigError, match=r"train.steps is .*; it must be"):
+    resolve(tiny)
+
+
 def test_resolving_fills_in_and_is_idempotent():
   c = make(**{"train.steps": 0, "train.tokens": 100_000_000})
   r = resolve(c)

@@ -42,7 +42,7 @@ def test_a_warm_up_that_is_longer_than_the_schedule_is_told(tiny):
   tiny.train.steps = 15
   said = "inner.warmup_steps is 16, but the schedule ends at step 15,"
   assert summary.note(resolve(tiny)).startswith(said)
-  tiny.train.steps = 16
+  tiny.train.steps = 17
   assert summary.note(resolve(tiny)) == ""
 
 

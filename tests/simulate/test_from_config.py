@@ -88,7 +88,9 @@ def test_an_answer_has_units_and_what_is_assumed():
     f"streaming, M = {c.replicas}, H = {c.sync_every}, tau = {c.overlap.tau}, "
   )
   assert f"{num_params(c.model):,} parameters" in lines["assumed"]
-  args[2] = "--step_time=2"
+  args += ["--config.algorithm=diloco"]
+  assert "\nassumed      diloco, M = " in running.shown(command.main, *args)
+  args[2:] = ["--step_time=2"]
   assert "\nstep         2 s of compute\n" in running.shown(command.main, *args)
   args += ["--config.plugins=warm_start", "--config.warm_start.steps=100"]
   text = running.shown(command.main, *args)

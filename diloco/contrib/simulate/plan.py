@@ -414,11 +414,13 @@ def advice(rows: Sequence[Row], best: Row | None, args: Args) -> list[str]:
     points = best.percent - after.percent
     more = f"{after.hours - best.hours:.3g} h more for {points:.2f} points less loss"
     lines.append(f"next row     {more}")
+  c, kept = args["config"], "note         rates and batch stay those of the config"
   if best.method == "data_parallel":
-    return [*lines, "recommended  --config.algorithm=data_parallel"]
+    return [*lines, kept, "recommended  --config.algorithm=data_parallel"]
+  if best.replicas != c.replicas:
+    lines.append(f"{kept} with M = {c.replicas}")
   flags = f"--config.sync_every={best.sync_every} --config.overlap.tau={best.tau}"
   flags += f" --config.wire.format={best.format} --config.replicas={best.replicas}"
-  c = args["config"]
   if c.algorithm == "streaming" and {*c.overlap.taus} != {c.overlap.tau}:
     lines.append("note         leave out overlap.taus, which would replace this tau")
   if c.algorithm != "streaming":
