@@ -77,8 +77,8 @@ class JsonModel:
 
   def encode_as_offset_mapping(self, text: str) -> dict[str, Any]:
     offsets = list[tuple[int, int]]()
-    found = self._model.encode(text, add_special_tokens=False).offsets
-    for span, tokens in itertools.groupby(found):
+    spans = self._model.encode(text, add_special_tokens=False).offsets
+    for span, tokens in itertools.groupby(spans):
       same = list(tokens)
       # Unknown characters in a row: the tokens of their bytes all have the row's span.
       of_byte = [(i, i + 1) for i in range(*span) for _ in text[i].encode()]

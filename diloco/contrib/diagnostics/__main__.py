@@ -75,8 +75,10 @@ def relative(curves: Curves, norms: Curves) -> Curves:
   A part has no norm before its first send with the plug-in.
   """
   divided = Curves()
-  for part in curves.keys() & norms.keys():
-    steps, values = points(curves[part])
+  for part, curve in curves.items():
+    if part not in norms:
+      continue
+    steps, values = points(curve)
     norm = np.interp(steps, *points(norms[part]))  # Norms are known at sends only.
     divided[part] = dict(zip(steps.tolist(), values / norm))
   return divided
