@@ -194,7 +194,7 @@ def test_a_changed_plugin_is_told_also_at_the_end(short, tmp_path, monkeypatch, 
     return train.train(short, workdir)["mixtures"]
 
   [said] = again_from(4, "# Another version.\n")
-  assert "has changed at step 4 (the plug-in my_rate: " in said
+  assert "changed at step 4 (the plug-in my_rate: " in said
   found = capsys.readouterr()
   assert said in found.err
   assert f"mixture      {said}" in found.out
