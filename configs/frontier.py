@@ -9,11 +9,11 @@ on `text`. Its inner rate, outer rate and momentum are tuned together with seed 
 the loss on the first 65,536 held-out tokens; data-parallel's inner rate is also tuned.
 Size 1M is the sample run on its own text, 1M-800 is this run with a warm-up of 800
 steps. Their rates are known, except for 1M with H = 30. 270k-pull is 270k with an
-elastic pull, and with M = 4 beside it. At 270k, LATE has three ways to
-merge payloads that arrive after ten steps. 270k-Muon is 270k with Muon inside; with
-seed 0 and half of its inner rate, all three settings were worse. The best settings run
-with three other seeds, because seed 0 has chosen them. Each seed is compared with
-data-parallel on the next 65,536 tokens. Results: docs/gap.md.
+elastic pull, and with M = 4 beside it. At 270k, LATE has three ways to merge payloads
+that arrive after ten steps. 270k-Muon is 270k with Muon inside; with seed 0 and half of
+its inner rate, all three settings were worse. The best settings run with three other
+seeds, because seed 0 has chosen them. Each seed is compared with data-parallel on the
+next 65,536 tokens. Results: docs/gap.md.
 """
 
 import functools

@@ -287,7 +287,7 @@ class Session:
     """
     self._report_events(events)
     self._save(self.last, state, finished=True)
-    for run, _ in self._each(state):  # A run with a summary needs no other start.
+    for run, _ in self._each(()):  # A run with a summary needs no other start.
       with run.own():
         run.checkpoints.wait()
     self.stop.finished(self.last, self.where)

@@ -27,7 +27,6 @@ FREE_FIELDS = (
   "mesh.",
   "train.accumulate",
   *FREE_OF_MODEL,
-  "overlap.transport",
   "outer.offload",
   "data.eval_",
   *READING,
@@ -46,13 +45,13 @@ _RATES = ("inner.learning_rate", "outer.learning_rate")
 def differing(old: Json, new: Json) -> dict[str, str]:
   """Returns {field: "old -> new"} of the fields that differ and may not change."""
   free = FREE_FIELDS + plugins.free()
-  # A transport may load a plug-in of the same name. Transport and plug-in may change,
-  # unless only one of the two transports keeps payloads in flight in a checkpoint.
+  # A transport may load a plug-in of the same name. Transport and plug-in may change if
+  # both transports keep payloads in flight in a checkpoint, or both do not.
   transports = {x.get("overlap", {}).get("transport") for x in (old, new)}
   if len(transports) > 1:
     free += tuple(f"{name}." for name in transports)
-    if len({bool(plugins.transport(name).needs) for name in transports}) > 1:
-      free = tuple(name for name in free if name != "overlap.transport")
+    if len({bool(plugins.transport(name).needs) for name in transports}) == 1:
+      free += ("overlap.transport",)
   fixed = lambda x: [name for name in x.get("plugins", ()) if f"{name}." not in free]
   old, new = {**old, "plugins": fixed(old)}, {**new, "plugins": fixed(new)}
   changes = difference(old, new).items()

@@ -251,15 +251,16 @@ def _check_file(name: str) -> ml_collections.ConfigDict:
   try:
     config = module.get_config(*argument)
   except Exception as error:
-    if hasattr(module, "get_sweep"):
-      raise ConfigError(
-        f"--config is {name!r}, a sweep; run `python -m diloco sweep --sweep={name}`."
-      ) from error
-    if argument and not inspect.signature(module.get_config).parameters:
-      raise ConfigError(
-        f"--config is {name!r}, but {path} takes no argument; set fields by flags, such"
-        " as --config.replicas=4."
-      ) from error
+    if isinstance(error, TypeError):  # get_config() may take other arguments.
+      if hasattr(module, "get_sweep"):
+        raise ConfigError(
+          f"--config is {name!r}, a sweep; run `python -m diloco sweep --sweep={name}`."
+        ) from error
+      if argument and not inspect.signature(module.get_config).parameters:
+        raise ConfigError(
+          f"--config is {name!r}, but {path} takes no argument; set fields by flags,"
+          " such as --config.replicas=4."
+        ) from error
     group = getattr(error, "name", None)
     known = group in plugins.contrib()
     remedy = f"; write default_config({group!r})" if known else ""

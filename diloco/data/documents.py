@@ -8,7 +8,7 @@ import numpy as np
 from diloco.config import Config
 from diloco.data.arrays import TokenArrays
 from diloco.data.files import reading
-from diloco.data.sources import Source, make_source, refuse_shared, tfds_builder
+from diloco.data.sources import Source, make_source, refuse_shared
 from diloco.errors import ConfigError
 from diloco.spec.shapes import BOS_ID, EOS_ID
 from diloco.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -30,8 +30,8 @@ def make_documents(c: Config, split: str) -> "Documents":
   """
   d = c.data
   if split == "train" or d.eval_source in ("", d.source):
-    if split == "eval" and d.source.startswith("tfds:"):
-      refuse_shared(tfds_builder(d.source, d.data_dir), d.train_split, d.eval_split)
+    if split == "eval":
+      refuse_shared(d.source, d.data_dir, d.train_split, d.eval_split)
     return _open(c, split)
   data = dataclasses.replace(d, source=d.eval_source)
   try:

@@ -140,23 +140,33 @@ def tfds_builder(source: str, data_dir: str) -> Any:
   return builder
 
 
-def refuse_shared(builder: Any, train: str, held_out: str) -> None:
+def refuse_shared(source: str, data_dir: str, train: str, held_out: str) -> None:
   """Refuses two splits or slices of a TFDS data set that share documents.
+
+  Args:
+    source: a data.source; only TFDS data sets have slices.
+    data_dir: root folder of TFDS data sets.
 
   Raises:
     ConfigError: they share a document, or one of them does not exist or is empty.
   """
-  trained, held = (
-    [(f.filename, f.skip, f.skip + f.take) for f in info.file_instructions]
-    for info in (tfds_split(builder, train), tfds_split(builder, held_out))
-  )
-  for file, start, stop in held:
+  if not source.startswith("tfds:"):
+    return
+  builder = tfds_builder(source, data_dir)
+  trained = tfds_records(builder, train)
+  for file, start, stop in tfds_records(builder, held_out):
     if any(file == f and start < b and a < stop for f, a, b in trained):
       raise ConfigError(
         f"{train!r} and {held_out!r} share documents of {builder.data_path}; set"
         " data.train_split and data.eval_split (or --split) to parts that do not, such"
         " as train[:99%] and train[99%:]."
       )
+
+
+def tfds_records(builder: Any, split: str) -> list[tuple[str, int, int]]:
+  """Returns (path, first record, record after the last) of each file of a split."""
+  files = tfds_split(builder, split).file_instructions
+  return [(f.filename, f.skip, f.skip + f.take) for f in files]
 
 
 def tfds_split(builder: Any, split: str) -> Any:

@@ -54,8 +54,8 @@ def run(*directories: str, launch: str = "", workdir: str = "") -> int:
   trainer was killed, perhaps because memory ran out, there is no ended.json: the driver
   resumes the run a few times. A `launch` with exit status 1 leaves no ended.json
   either, because a machine or a connection may have been lost; the next attempt waits
-  for a trainer that goes on elsewhere. Nor does a `launch` that
-  ends unasked with status 0 and without a summary.json: perhaps it trains nothing.
+  for a trainer that goes on elsewhere. Nor does a `launch` that ends unasked with
+  status 0 and without a summary.json: perhaps it trains nothing.
 
   Args:
     launch: a command that trains one run and ends when the run ends. Its {flags} become

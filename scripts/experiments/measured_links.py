@@ -8,7 +8,6 @@ utilisation, and by how many percentage points the simulator is above it, withou
 with the fitted link. Takes two minutes on one core.
 """
 
-import argparse
 import collections
 import csv
 import dataclasses
@@ -24,6 +23,7 @@ from wan_bench import resolved
 from diloco.reproduce.comparison import markdown
 from diloco.simulate import from_config
 from diloco.simulate.utilisation import LINKS, Link, Workload, utilisation
+from diloco.util.command import Parser
 
 # The model of docs/measured_l40s.csv has an embedding, six blocks and a head of 50,257
 # tokens and width 256 (configs/models/30m-realvocab.toml of the authors' repository).
@@ -177,7 +177,7 @@ def sets() -> dict[str, Sequence[Row]]:
 
 
 def main() -> None:
-  argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+  Parser(description=__doc__).parse_args()
   measured = sets()
   for name in ("L40S, DiLoCo", "wan.csv"):
     print(f"{measured[name][0].transport}: {fit(measured[name])}")

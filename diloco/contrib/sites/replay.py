@@ -50,9 +50,11 @@ def replay(args: argparse.Namespace) -> int:
     raise damaged(name)
 
   known = sorted(storage.names("snapshots"))
-  numbers = lambda names, end: {journal.number_of(x) for x in names if x.endswith(end)}
-  states = numbers(known, ".state")
-  kept = numbers(storage.names(journal.FOLDER), ".round")
+  whole_files = lambda names, end: {
+    number for x in names if x.endswith(end) and (number := journal.number_of(x)) >= 0
+  }
+  states = whole_files(known, ".state")
+  kept = whole_files(storage.names(journal.FOLDER), ".round")
   config = storage.get(CONFIG)
   if config is None:
     raise ConfigError(

@@ -78,8 +78,8 @@ def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
         " tfrecord."
       )
     ranges = [
-      (File(epath.Path(f.filename), kind), f.skip, f.skip + f.take)
-      for f in sources_lib.tfds_split(builder, split).file_instructions
+      (File(epath.Path(path), kind), start, stop)
+      for path, start, stop in sources_lib.tfds_records(builder, split)
     ]
   else:
     if split not in ("train", "eval", "all"):

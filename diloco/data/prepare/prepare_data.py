@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from diloco.data.prepare import pieces
 from diloco.data.prepare import tokenize as prepare
-from diloco.data.sources import refuse_shared, tfds_builder
+from diloco.data.sources import refuse_shared
 from diloco.errors import ConfigError
 from diloco.spec.fields import DataConfig
 from diloco.util import command
@@ -38,8 +38,7 @@ def _run(args: argparse.Namespace) -> None:
   lines, unit_size = list[str](), args.unit_mb << 20
   folders = _folders([name.strip() for name in args.split.split(",")], output)
   if len(folders) > 1:  # Finds errors of the second split before hours of work.
-    if source.startswith("tfds:"):
-      refuse_shared(tfds_builder(source, data_dir), *folders)
+    refuse_shared(source, data_dir, *folders)
     pieces.make_pieces(source, [*folders][1], data_dir)
   for split, folder in folders.items():
     made = prepare.tokenize(

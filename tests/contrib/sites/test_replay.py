@@ -65,6 +65,7 @@ def test_all_kept_rounds_are_repeated(group, tmp_path):
 
 def test_an_unfinished_round_and_an_older_snapshot_are_no_damage(group, tmp_path):
   group.put("journal/000000006.round.5c0ffee.tmp", b"half")
+  group.put("snapshots/copy.state", b"no state of a round")
   for number in (2, 3):  # A site deleted them after snapshots/ was copied.
     group.delete(path_of(number))
   assert "Rounds 4 to 5 of 17 repeated, 2 notes" in shown(replay.main, tmp_path)
